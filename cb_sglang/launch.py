@@ -1,0 +1,60 @@
+"""``cb-sglang serve``: SGLang's own server, with our seams checked and our routes mounted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from cb_sglang.errors import InvalidRequestError
+from cb_sglang.service import Settings
+
+_UNSUPPORTED = {
+    "--disable-radix-cache": "messages are read from the radix cache",
+    "--skip-tokenizer-init": "queries and text need the tokenizer",
+}
+
+
+def launch(arguments: Sequence[str], settings: Settings) -> None:
+    """Run until SGLang's server ends. Raises SeamError when this SGLang does not fit, InvalidRequestError on flags."""
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    from cb_sglang.seam.check import check_seams
+
+    check_seams()
+    load_plugins()
+    server_args = prepare_server_args(complete(arguments))
+    if server_args.tokenizer_worker_num > 1:
+        raise InvalidRequestError(
+            "--tokenizer-worker-num must be 1: the sender registry lives in one process"
+        )
+
+    from cb_server.app import mount
+    from sglang.srt.entrypoints.http_server import app, launch_server
+
+    mount(app, settings)
+    try:
+        server_args.resolve_once()
+        launch_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def complete(arguments: Sequence[str]) -> list[str]:
+    """SGLang's arguments with what the operator left open filled in."""
+    from cb_sglang.seam.platform import activate
+
+    given = {argument.partition("=")[0] for argument in arguments}
+    for flag, reason in _UNSUPPORTED.items():
+        if flag in given:
+            raise InvalidRequestError(f"{flag} cannot be used with cb-sglang: {reason}")
+    completed = list(arguments)
+    if not given & {"--model-path", "--model"}:
+        from cb_sglang.embedded_model import ensure_embedded_model
+
+        completed += ["--model-path", str(ensure_embedded_model()), "--served-model-name", "gemma-3-270m"]
+    if activate() is not None and "--device" not in given:
+        # SGLang 0.5.23 cannot read the device's name off an out-of-tree platform (arg_groups/serving_hook.py).
+        completed += ["--device", "cpu"]
+    return completed

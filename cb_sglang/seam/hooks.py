@@ -1,0 +1,138 @@
+"""The functions of SGLang that we wrap, in every SGLang process (entry point of group ``sglang.srt.plugins``).
+
+All but the last concern only requests that carry a ScoringSpec; for everything else the original runs untouched.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from cb_sglang.errors import SeamError
+from cb_sglang.seam import check
+from cb_sglang.seam.scoring_batch import ScoringBatch, ScoringTask, activated, active
+from cb_sglang.spec import WIRE_KEY
+
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Check every seam, then register the hooks. On a mismatch nothing is registered: SGLang runs as if alone."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    try:
+        check.check_seams()
+    except SeamError as error:
+        # SGLang swallows a plugin's exception; `cb-sglang serve` runs the same check and refuses to start.
+        logger.error("cb-sglang is inactive in this process: %s", error)
+        return
+    _register_cpu_backend()
+    for target, hook in HOOKS.items():
+        HookRegistry.register(f"sglang.srt.{target}", hook, HookType.AROUND)
+
+
+def _register_cpu_backend() -> None:
+    from sglang.srt.arg_groups.choices import add_attention_backend_choices
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    from cb_sglang.seam.cpu_platform import BACKEND_NAME
+
+    def create(runner: Any) -> Any:
+        from cb_sglang.seam.cpu_backend import CacheBackCpuBackend
+
+        return CacheBackCpuBackend(runner)
+
+    add_attention_backend_choices([BACKEND_NAME])
+    register_attention_backend(BACKEND_NAME)(create)
+
+
+def cap_prefix_match(original: Callable[..., int], req: Any, input_len: int) -> int:
+    """A query's rows must be computed even if the tree holds them: match the sender only."""
+    limit = original(req, input_len)
+    task = ScoringTask.of(req)
+    return limit if task is None or task.spec is None else min(limit, task.spec.sender_len)
+
+
+def keep_query_out_of_tree(
+    original: Callable[..., None], tree: Any, req: Any, *, up_to: int, **kwargs: Any
+) -> None:
+    """Insert the sender's part (it may have been evicted), never the query's tail."""
+    task = ScoringTask.of(req)
+    if task is not None and task.spec is not None:
+        up_to = min(up_to, task.spec.sender_len)
+    original(tree, req, up_to=up_to, **kwargs)
+
+
+def attach_scoring_batch(
+    original: Callable[..., Any], cls: type, batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Find the voting rows while the host lengths are at hand."""
+    forward_batch = original(cls, batch, *args, **kwargs)
+    if forward_batch.forward_mode.is_extend_without_speculative():
+        forward_batch.cacheback = ScoringBatch.plan(batch)
+    return forward_batch
+
+
+def score_pass(
+    original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Open the accumulation before the model runs and select after it."""
+    scoring = _scoring(forward_batch)
+    if scoring is None or runner.is_draft_worker:
+        return original(runner, forward_batch, *args, **kwargs)
+    scoring.begin(runner, forward_batch)
+    with activated(scoring):
+        output = original(runner, forward_batch, *args, **kwargs)
+    scoring.finish()
+    return output
+
+
+def score_layer(
+    original: Callable[..., Any],
+    layer: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    forward_batch: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """After a layer's attention, q is post-RoPE and the pool holds every key of this batch."""
+    output = original(layer, q, k, v, forward_batch, *args, **kwargs)
+    scoring = active()
+    if scoring is not None:
+        scoring.score(layer, q, forward_batch)
+    return output
+
+
+def refuse_prefill_graph(original: Callable[..., bool], graph_runner: Any, forward_batch: Any) -> bool:
+    """A captured prefill graph would replay the kernels without calling us."""
+    return _scoring(forward_batch) is None and original(graph_runner, forward_batch)
+
+
+def answer_with_result(
+    original: Callable[..., None], processor: Any, i: int, req: Any, logits_output: Any
+) -> None:
+    """Hand the result to this request alone, as ``meta_info["cacheback"]``."""
+    original(processor, i, req, logits_output)
+    task = ScoringTask.of(req)
+    if task is not None and task.result is not None and not req.customized_info:
+        req.customized_info = {WIRE_KEY: [task.result]}
+
+
+def _scoring(forward_batch: Any) -> ScoringBatch | None:
+    return getattr(forward_batch, "cacheback", None)
+
+
+# Below sglang.srt; check.py holds the signature that each hook relies on.
+HOOKS: dict[str, Callable[..., Any]] = {
+    "managers.schedule_batch.Req._compute_max_prefix_len": cap_prefix_match,
+    "mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint": keep_query_out_of_tree,
+    "model_executor.forward_batch_info.ForwardBatch.init_new": attach_scoring_batch,
+    "model_executor.model_runner.ModelRunner.forward": score_pass,
+    "layers.radix_attention.RadixAttention.forward": score_layer,
+    "model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_run_graph": refuse_prefill_graph,
+    "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+    "._maybe_collect_customized_info": answer_with_result,
+}

@@ -1,0 +1,105 @@
+"""Which layers of the loaded model are scored, and with what geometry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from cb_kernels.cpu_attention import extend_attention, plan_extend
+from cb_kernels.moments import Moments
+from sglang.srt.distributed.parallel_state import get_attn_tp_group
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+
+from cb_sglang.errors import SeamError
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredLayers:
+    """The full-attention layers of one model runner, in order.
+
+    ordinal:  SGLang's layer_id -> 0..n-1 over scored layers only. Sliding-window, chunked-local, linear and cross
+              attention layers are never scored (design section 2).
+    heads, kv_heads, head_dim: this rank's share, equal over all scored layers.
+    """
+
+    ordinal: dict[int, int]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tp_group: Any
+
+    @classmethod
+    def of(cls, runner: Any) -> ScoredLayers:
+        """Read once per runner and kept on it. Raises SeamError when the model cannot be scored, and why."""
+        if not hasattr(runner, "cacheback_layers"):
+            runner.cacheback_layers = cls._read(runner)
+        found: ScoredLayers = runner.cacheback_layers
+        return found
+
+    @classmethod
+    def _read(cls, runner: Any) -> ScoredLayers:
+        if runner.use_mla_backend:
+            raise SeamError("models with multi-head latent attention (MLA) cannot be scored yet")
+        if runner.pp_group.world_size > 1:
+            raise SeamError("scoring does not support pipeline parallelism; start with --pp-size 1")
+        layers = [m for m in runner.model.modules() if isinstance(m, RadixAttention) and is_scored(m)]
+        if not layers:
+            raise SeamError("this model has no full-attention layer, so there is nothing to score")
+        geometry = {(m.tp_q_head_num, m.tp_k_head_num, m.qk_head_dim) for m in layers}
+        if len(geometry) > 1:
+            raise SeamError(
+                f"full-attention layers of different geometry cannot be scored yet: {sorted(geometry)}"
+            )
+        if any(m.logit_cap for m in layers):
+            raise SeamError("full-attention layers with a logit soft cap cannot be scored yet")
+        pool = runner.token_to_kv_pool.get_key_buffer(layers[0].layer_id)
+        heads, kv_heads, head_dim = geometry.pop()
+        if pool.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise SeamError(f"the KV cache is {pool.dtype}; scoring needs --kv-cache-dtype auto or bfloat16")
+        if pool.dim() != 3 or tuple(pool.shape[1:]) != (kv_heads, head_dim):
+            raise SeamError(
+                f"the KV pool is laid out as {tuple(pool.shape)}; scoring needs [slots, kv heads, head dim]"
+            )
+        ids = sorted(m.layer_id for m in layers)
+        group, total = get_attn_tp_group(), runner.model_config.get_total_num_kv_heads()
+        if group.world_size > total:
+            raise SeamError(
+                f"attention runs on {group.world_size} tensor-parallel ranks but the model has {total} KV heads, so "
+                f"one KV head's query heads lie on several ranks; scoring needs --tp-size <= {total}"
+            )
+        return cls({layer_id: n for n, layer_id in enumerate(ids)}, heads, kv_heads, head_dim, group)
+
+    def all_reduce(self, moments: list[Moments]) -> None:
+        """Sum the moments over the tensor-parallel ranks, in place: each rank has scored its own heads."""
+        if self.tp_group.world_size == 1:
+            return
+        flat = torch.cat([part for m in moments for part in (m.votes, m.energy, m.row_energy)])
+        torch.distributed.all_reduce(flat, group=self.tp_group.device_group)
+        offset, ranks = 0, self.tp_group.world_size
+        for m in moments:
+            for part in (m.votes, m.energy, m.row_energy):
+                part.copy_(flat[offset : offset + len(part)])
+                offset += len(part)
+            # Votes are a mean over heads; every rank has averaged over its own, equally many.
+            m.votes.div_(ranks)
+
+    def row_lse(
+        self, runner: Any, forward_batch: Any, q: torch.Tensor, k_pool: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """The LSE for attention backends that do not leave it: one extra pass over the keys. [rows, heads]."""
+        from cb_sglang.seam.cpu_backend import extend_requests, request_slots
+
+        slots = request_slots(runner.req_to_token_pool, forward_batch)
+        plan = plan_extend(extend_requests(forward_batch, slots))
+        return extend_attention(plan, q, k_pool, k_pool, scale=scale)[1]
+
+
+def is_scored(layer: RadixAttention) -> bool:
+    """The layer rule: full (global) causal self-attention only."""
+    return (
+        layer.attn_type == AttentionType.DECODER
+        and not layer.is_cross_attention
+        and layer.sliding_window_size in (-1, None)
+        and not layer.use_irope
+    )

@@ -1,0 +1,1 @@
+"""CacheBack over HTTP: our routes, mounted in SGLang's own FastAPI app."""

@@ -1,0 +1,116 @@
+"""What every route of ours goes through: bounded JSON bodies in, nested OpenAI errors out.
+
+A route class and not app-wide handlers, because SGLang's own endpoints must keep their own error shapes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from starlette.types import Message, Receive
+
+from cb_sglang import wire
+from cb_sglang.errors import CacheBackError, InvalidRequestError
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 64 << 20
+_FORMS = {"text", "token_ids", "object"}
+
+
+class BodyTooLargeError(InvalidRequestError):
+    """The body exceeds MAX_BODY_BYTES."""
+
+    status = 413
+    code = "body_too_large"
+
+
+class ClientClosedRequestError(CacheBackError):
+    """Nobody is left to read the answer; the status is for the log."""
+
+    status = 499
+    code = "client_closed_request"
+
+
+class GuardedRoute(APIRoute):
+    """An APIRoute that answers every failure in our error shape."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def guarded(request: Request) -> Response:
+            try:
+                if request.method == "POST":
+                    request = await _with_bounded_json(request)
+                return await handler(request)
+            except CacheBackError as error:
+                return error_response(error)
+            except RequestValidationError as error:
+                return error_response(_from_validation(error))
+            except HTTPException as error:
+                failure = InvalidRequestError(str(error.detail))
+                failure.status = error.status_code
+                return error_response(failure)
+            except Exception:
+                logger.exception("unexpected error in %s %s", request.method, request.url.path)
+                return error_response(CacheBackError("internal error; the server's log has the details"))
+
+        return guarded
+
+
+def error_body(error: CacheBackError) -> dict[str, Any]:
+    """The error in OpenAI's nested shape."""
+    body = wire.ErrorBody(message=error.message, type=error.type, param=error.param, code=error.code)
+    return wire.ErrorResponse(error=body).model_dump()
+
+
+def error_response(error: CacheBackError) -> JSONResponse:
+    """The error as an HTTP answer; a full server says when to come back."""
+    headers = {"Retry-After": "1"} if error.status == 503 else None
+    return JSONResponse(error_body(error), status_code=error.status, headers=headers)
+
+
+async def _with_bounded_json(request: Request) -> Request:
+    """Read the body under a bound before anything parses it; the same request, ready to be read again."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise InvalidRequestError(
+            f"send JSON with Content-Type: application/json, not {media_type or 'none'}"
+        )
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > MAX_BODY_BYTES:
+            raise BodyTooLargeError(f"the body exceeds {MAX_BODY_BYTES} bytes; send less")
+        chunks.append(chunk)
+    return Request(request.scope, _replay(b"".join(chunks), request.receive))
+
+
+def _replay(body: bytes, then: Receive) -> Receive:
+    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        return pending.pop() if pending else await then()
+
+    return receive
+
+
+def _from_validation(error: RequestValidationError) -> InvalidRequestError:
+    """The first thing wrong, with the field's path as the caller wrote it: ``queries[2].ratio``."""
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return InvalidRequestError(f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    param = ""
+    for part in first["loc"][1:]:
+        if isinstance(part, int):
+            param += f"[{part}]"
+        elif part not in _FORMS:
+            param += f".{part}" if param else str(part)
+    message = first["msg"].removeprefix("Value error, ")
+    return InvalidRequestError(f"{param}: {message}" if param else message, param=param or None)
