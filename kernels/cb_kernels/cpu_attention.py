@@ -159,9 +159,7 @@ def _take(x: Tensor, index: Index) -> Tensor:
     return x[index] if isinstance(index, slice) else x.index_select(0, index)
 
 
-def _check(
-    plan: ExtendPlan, q: Tensor, k_pool: Tensor, v_pool: Tensor, logit_cap: float, out: Tensor | None
-) -> None:
+def _check(plan: ExtendPlan, q: Tensor, k_pool: Tensor, v_pool: Tensor, logit_cap: float, out: Tensor | None) -> None:
     if q.dim() != 3 or k_pool.dim() != 3 or v_pool.dim() != 3:
         raise ValueError("q must be [rows, heads, dim], k_pool and v_pool [slots, kv heads, dim]")
     for name, x in (("q", q), ("k_pool", k_pool), ("v_pool", v_pool)):

@@ -263,9 +263,7 @@ class _PassBuilder:
             if len(left):
                 self.add_gathered(rows, r.row_count, r.slots[left], fresh=len(left) == prefix)
         own = _as_index(r.slots[prefix:])
-        self.passes.append(
-            Pass(rows, own, rows, not prefix, 1, r.row_count, r.row_count, folded=False, causal=True)
-        )
+        self.passes.append(Pass(rows, own, rows, not prefix, 1, r.row_count, r.row_count, folded=False, causal=True))
 
     def add_band(self, r: ExtendRequest) -> None:
         """Row blocks over the keys that a block's window touches, under one mask for all blocks."""

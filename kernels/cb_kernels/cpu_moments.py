@@ -4,7 +4,7 @@ The sender's positions are walked in blocks. For each block the keys are gathere
 by all voting rows of all queries on that sender:
 
     logits (one batched GEMM, the row's LSE folded in) -> exp2 in place -> group mean -> row sums
-                                                                       -> max-pool 7 -> squares -> row sums
+                                                                       -> max-pool 7 -> powers -> row sums
 
 Logits live in one [Hkv, g * rows, block] buffer, positions innermost, reused for every block. The six
 attention columns a pool window still needs from the previous block are kept: no logit is computed twice.
@@ -129,7 +129,7 @@ def _walk_sender(plan: ScoringPlan, walk: _Walk, q: Tensor, k_pool: Tensor, lse:
             torch.maximum(two[:, :, :-2], two[:, :, 2:], out=four)
             pooled = _view(pool_buffers[1], kv_heads, width, pooled_count)
             torch.maximum(four[:, :, :-3], four[:, :, 3:], out=pooled)
-            pooled.mul_(pooled)
+            plan.power_(pooled)
             torch.sum(
                 pooled.view(kv_heads, pieces, chunk.rows, pooled_count),
                 dim=2,

@@ -6,6 +6,7 @@ score, arXiv 2609.32046, restated in section 2 of the design page.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,8 @@ POOL_REACH = POOL_WIDTH // 2
 # float32's underflow. It cancels in every score.
 ENERGY_SCALE = 256.0
 
+MAX_ORDER = 8.0
+
 
 @dataclass(frozen=True, slots=True)
 class Moments:
@@ -30,6 +33,8 @@ class Moments:
     * ``votes`` float32 [T]: sum over layers of the mean of A over KV heads and rows (not pooled).
     * ``energy`` float32 [T]: sum over layers and KV heads of ``(256 * maxpool7(mean_i A))^2``.
     * ``row_energy`` float32 [T]: sum over layers and KV heads of ``mean_i (256 * maxpool7(A_i))^2``.
+
+    Energies of another order p have p for the exponent 2 and ``energy_scale(p)`` for 256.
     """
 
     votes: Tensor
@@ -39,6 +44,24 @@ class Moments:
     def __add__(self, other: Moments) -> Moments:
         """Sum over two disjoint sets of layers."""
         return Moments(self.votes + other.votes, self.energy + other.energy, self.row_energy + other.row_energy)
+
+
+def check_order(order: float) -> None:
+    """Raise ``ScoringInputError`` unless ``order`` is one that float32 energies can carry: 1 < order <= 8."""
+    if not 1.0 < order <= MAX_ORDER:
+        raise ScoringInputError(
+            f"order must be greater than 1 and at most {MAX_ORDER:g} (the paper uses 2); got {order}"
+        )
+
+
+def energy_scale(order: float) -> float:
+    """What attention is multiplied by before it is raised to the power ``order``; a power of two.
+
+    Up to order 2 that is 256, as in the paper's implementation. Higher powers underflow sooner, so they get the
+    largest scale whose power stays within 2^96: float32 then has room for sums of 2^31 such terms, and attention
+    down to 4e-9 (order 8) or 2e-17 (order 4) still counts.
+    """
+    return ENERGY_SCALE if order <= 2.0 else 2.0 ** math.floor(96.0 / order)
 
 
 def max_pool7(x: Tensor) -> Tensor:
@@ -65,16 +88,19 @@ def cacheback_score(moments: Moments, *, order: float = 2.0, alpha: float = 2.0)
     """The CacheBack score ``maxpool7(votes) * rho^alpha``, float32 [T]; position 0 is not pinned.
 
     ``rho = (row_energy / energy)^(1 / (order - 1))`` exceeds 1 where a few rows, not all, lean on a position.
-    It is 1 where both energies are 0. ``order`` is the order p of the energies and must be above 1; this
-    package accumulates p = 2, the paper's value. ``alpha`` = 0 gives ``mean_query_score``.
+    It is 1 where both energies are 0. ``order`` is the order p that the energies were accumulated with (see
+    ``plan_scoring``). ``alpha`` = 0 gives ``mean_query_score``. Scores beyond float32 become its largest number.
+
+    Raises ``ScoringInputError`` unless 1 < order <= 8.
     """
-    if not order > 1.0:
-        raise ScoringInputError(f"order must be greater than 1 (the paper uses 2); got {order}")
+    check_order(order)
     energy, row_energy = moments.energy, moments.row_energy
     tiny = torch.finfo(torch.float32).tiny
     ratio = (row_energy / energy.clamp_min(tiny)).clamp_min(tiny)
     ratio = torch.where((energy == 0) & (row_energy == 0), torch.ones_like(ratio), ratio)
-    return mean_query_score(moments) * ratio.pow(alpha / (order - 1.0))
+    largest = torch.finfo(torch.float32).max
+    boost = ratio.pow(alpha / (order - 1.0)).clamp_max(largest)
+    return (mean_query_score(moments) * boost).clamp_max(largest)
 
 
 def pin_first(score: Tensor) -> Tensor:

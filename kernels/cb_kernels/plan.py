@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cb_kernels.errors import ScoringInputError
-from cb_kernels.moments import ENERGY_SCALE, POOL_REACH, Moments, max_pool7
+from cb_kernels.moments import ENERGY_SCALE, POOL_REACH, Moments, check_order, energy_scale, max_pool7
 
 Backend = Literal["auto", "cpu", "triton"]
 
@@ -30,7 +30,7 @@ class Carry:
     forward pass that fails half way leaves it unusable: drop it and start the query again.
 
     * ``row_sums``: per scored layer float32 [Hkv, T], 256 times the sum over rows of group-mean attention.
-    * ``row_energy``: float32 [T], sum over layers, KV heads and rows of the squared pooled attention.
+    * ``row_energy``: float32 [T], sum over layers, KV heads and rows of the plan's ``power`` of pooled attention.
     * ``rows_done``: voting rows in finished passes.
     """
 
@@ -87,7 +87,8 @@ class ScoringPlan:
     group-mean attention of row i (position 0 zeroed if ``sink_free``) and i runs over the segment's rows:
 
     * ``sum_a`` float32 [Hkv, width]: ``256 * sum_i A_i[c, t]``
-    * ``sum_p`` float32 [Hkv, width]: ``sum_i (256 * maxpool7(A_i)[c, t])^2``
+    * ``sum_p`` float32 [Hkv, width]: ``sum_i (256 * maxpool7(A_i)[c, t])^2``; for an order other than 2, which
+      only the CPU kernel takes, ``sum_i power(256 * maxpool7(A_i)[c, t])``
 
     Both are overwritten in full; then the kernel calls ``fold_layer``.
     """
@@ -103,6 +104,7 @@ class ScoringPlan:
     kv_indices: Tensor
     device: torch.device
     sink_free: bool
+    order: float
     scratch_bytes: int
     backend: Backend
     sum_a: Tensor
@@ -125,6 +127,12 @@ class ScoringPlan:
         """The columns of a segment in the flat buffers."""
         start = self.offsets[segment]
         return slice(start, start + self.segments[segment].sender_len)
+
+    def power_(self, pooled: Tensor) -> Tensor:
+        """From pooled attention times 256 to a term of the energies, in place."""
+        if self.order == 2.0:
+            return pooled.mul_(pooled)
+        return pooled.mul_(energy_scale(self.order) / ENERGY_SCALE).pow_(self.order)
 
     def check_layer(self, layer: int, q: Tensor, k_pool: Tensor, lse: Tensor) -> None:
         """Raise ``ScoringInputError`` unless these tensors are the next layer of this plan."""
@@ -168,8 +176,7 @@ class ScoringPlan:
         for head in range(self.kv_heads):
             row_mean = self.sum_a[head] * self.inverse_rows
             self.votes.add_(row_mean, alpha=1.0 / (ENERGY_SCALE * self.kv_heads))
-            pooled = max_pool7(row_mean)
-            self.energy.addcmul_(pooled, pooled)
+            self.energy.add_(self.power_(max_pool7(row_mean)))
             self.row_energy.addcmul_(self.sum_p[head], self.inverse_rows)
         self.layers_done = layer + 1
 
@@ -209,19 +216,22 @@ def plan_scoring(
     kv_indices: Tensor,
     device: torch.device | str,
     sink_free: bool = False,
+    order: float = 2.0,
     scratch_bytes: int = 256 << 20,
     backend: Backend = "auto",
 ) -> ScoringPlan:
     """Lay out one extend batch.
 
     ``kv_indices`` is 1-D int32 or int64 on ``device``. ``layers`` counts scored layers. ``sink_free`` zeroes
-    the attention on position 0 before pooling. ``scratch_bytes`` bounds a kernel's blocks of logits;
-    the accumulators come on top, ``4 * (2 * kv_heads + 4)`` bytes per segment and sender position (up to
-    twice that while the CPU kernel runs). ``backend`` "auto" takes Triton on CUDA and the CPU kernel
+    the attention on position 0 before pooling. ``order`` is the exponent of the energies; other values than 2 are
+    for the CPU kernel only, and all passes of a split query need the same. ``scratch_bytes`` bounds a kernel's
+    blocks of logits; the accumulators come on top, ``4 * (2 * kv_heads + 4)`` bytes per segment and sender position
+    (up to twice that while the CPU kernel runs). ``backend`` "auto" takes Triton on CUDA and the CPU kernel
     elsewhere; "triton" forces Triton (on a CPU, its interpreter).
 
-    Raises ``ScoringInputError`` for lengths that do not fit together.
+    Raises ``ScoringInputError`` for lengths that do not fit together and for an order the backend cannot take.
     """
+    check_order(order)
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -240,6 +250,8 @@ def plan_scoring(
         raise ScoringInputError(f"scratch_bytes must be at least {MIN_SCRATCH_BYTES}; got {scratch_bytes}")
     if backend not in ("auto", "cpu", "triton"):
         raise ScoringInputError(f'backend must be "auto", "cpu" or "triton"; got {backend!r}')
+    if order != 2.0 and (backend == "triton" or (backend == "auto" and device.type == "cuda")):
+        raise ScoringInputError(f"the Triton kernel accumulates energies of order 2 only; got order {order}: use 2")
     if not segments:
         raise ScoringInputError("nothing to score: segments is empty")
 
@@ -268,6 +280,7 @@ def plan_scoring(
         kv_indices=kv_indices,
         device=device,
         sink_free=sink_free,
+        order=float(order),
         scratch_bytes=scratch_bytes,
         backend=backend,
         sum_a=torch.zeros(kv_heads, column, device=device),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cb_kernels.errors import ScoringInputError
-from cb_kernels.moments import ENERGY_SCALE, Moments, max_pool7
+from cb_kernels.moments import Moments, check_order, energy_scale, max_pool7
 
 
 def layer_moments(
@@ -23,16 +23,18 @@ def layer_moments(
     dtype: torch.dtype = torch.float64,
     vote_rows: slice | None = None,
     sink_free: bool = False,
+    order: float = 2.0,
 ) -> Moments:
     """Moments of one layer, float32 [T] each.
 
     ``q`` [R, H, D] and the keys ``k_sender`` [T, Hkv, D], ``k_own`` [R_own, Hkv, D] are post-RoPE and
     unscaled. Row i sees all T sender keys and ``k_own[: own_visible + i + 1]``: ``own_visible`` own keys come
     before the first row of ``q``. ``vote_rows`` picks the rows that vote (all of them by default).
-    ``sink_free`` zeroes the attention on position 0 before pooling.
+    ``sink_free`` zeroes the attention on position 0 before pooling. ``order`` is the exponent of the energies.
 
     Raises ``ScoringInputError`` if the shapes do not fit together.
     """
+    check_order(order)
     rows, heads, _ = _check(q, k_sender, k_own, own_visible)
     length, kv_heads = k_sender.shape[0], k_sender.shape[1]
     logits = _logits(q, k_sender, k_own, scale=scale, own_visible=own_visible, dtype=dtype)
@@ -46,8 +48,9 @@ def layer_moments(
         grouped = grouped.clone()
         grouped[..., 0] = 0
     row_mean = grouped.mean(dim=1)  # [Hkv, T]
-    energy = (ENERGY_SCALE * max_pool7(row_mean)).square().sum(dim=0)
-    row_energy = (ENERGY_SCALE * max_pool7(grouped)).square().mean(dim=1).sum(dim=0)
+    size = energy_scale(order)
+    energy = (size * max_pool7(row_mean)).pow(order).sum(dim=0)
+    row_energy = (size * max_pool7(grouped)).pow(order).mean(dim=1).sum(dim=0)
     return Moments(row_mean.mean(dim=0).float(), energy.float(), row_energy.float())
 
 

@@ -6,6 +6,10 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
 from cb_kernels.cpu_attention import (
     ExtendRequest,
     decode_attention,
@@ -14,9 +18,6 @@ from cb_kernels.cpu_attention import (
     plan_extend,
 )
 from cb_kernels.cpu_attention_math import attend
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor
 
 
 def definition(
@@ -89,16 +90,12 @@ class Batch:
 
     def check(self, window: int | None = None, logit_cap: float = 0.0) -> None:
         plan = plan_extend(self.requests)
-        out, lse = extend_attention(
-            plan, self.q, self.k, self.v, scale=self.scale, window=window, logit_cap=logit_cap
-        )
+        out, lse = extend_attention(plan, self.q, self.k, self.v, scale=self.scale, window=window, logit_cap=logit_cap)
         want, want_lse = definition(self.requests, self.q, self.k, self.v, self.scale, window, logit_cap)
         assert out.dtype == self.q.dtype and lse.dtype == torch.float32
         torch.testing.assert_close(lse.double(), want_lse, atol=1e-5, rtol=0)
         tight = self.q.dtype == torch.float32
-        torch.testing.assert_close(
-            out.double(), want, atol=1e-5 if tight else 4e-3, rtol=1e-5 if tight else 4e-3
-        )
+        torch.testing.assert_close(out.double(), want, atol=1e-5 if tight else 4e-3, rtol=1e-5 if tight else 4e-3)
 
 
 RAGGED = [
@@ -118,9 +115,7 @@ RAGGED = [
 @pytest.mark.parametrize("window", [None, -1, 0, 1, 30, 127, 511, 850, 100_000])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 1, 64), (8, 4, 32), (8, 1, 48), (3, 3, 256)])
 def test_ragged_batch(heads: int, kv_heads: int, dim: int, window: int | None, scattered: bool) -> None:
-    batch = Batch(
-        RAGGED, heads=heads, kv_heads=kv_heads, dim=dim, senders=(900, 70), scattered=scattered, seed=dim
-    )
+    batch = Batch(RAGGED, heads=heads, kv_heads=kv_heads, dim=dim, senders=(900, 70), scattered=scattered, seed=dim)
     batch.check(window)
 
 
@@ -153,9 +148,7 @@ def test_any_batch(data: st.DataObject) -> None:
 @pytest.mark.parametrize("window", [None, 200])
 @pytest.mark.parametrize(("value_dim", "logit_cap"), [(64, 3.0), (32, 0.0), (96, 5.0)])
 def test_soft_cap_and_value_dim(value_dim: int, logit_cap: float, window: int | None) -> None:
-    batch = Batch(
-        [*RAGGED, (-1, 600, 700)], heads=4, kv_heads=2, dim=64, value_dim=value_dim, senders=(900, 70)
-    )
+    batch = Batch([*RAGGED, (-1, 600, 700)], heads=4, kv_heads=2, dim=64, value_dim=value_dim, senders=(900, 70))
     batch.check(window, logit_cap)
 
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from torch import Tensor
+
 from cb_kernels.keep import keep_positions, keep_positions_reference
 from cb_kernels.moments import Moments, cacheback_score, max_pool7, mean_query_score, pin_first
 from cb_kernels.plan import QuerySegment, plan_scoring
 from cb_kernels.reference import layer_lse, layer_moments
 from cb_kernels.score import score_layer
-from safetensors import safe_open
-from torch import Tensor
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 CASES = sorted(path.stem for path in GOLDEN.glob("c*.safetensors"))

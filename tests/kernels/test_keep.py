@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from cb_kernels.errors import BudgetError
-from cb_kernels.keep import KeepResult, check_budget, keep_positions, keep_positions_reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from cb_kernels.errors import BudgetError
+from cb_kernels.keep import KeepResult, check_budget, keep_positions, keep_positions_reference
 
 EXAMPLES = settings(max_examples=150, deadline=None)
 

@@ -6,10 +6,11 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
+
 from cb_kernels.errors import ScoringInputError
 from cb_kernels.moments import Moments, cacheback_score, max_pool7, mean_query_score, pin_first
 from cb_kernels.reference import layer_lse, layer_moments
-from torch import Tensor
 
 
 def _loops(

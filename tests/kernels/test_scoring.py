@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import cb_kernels.cpu_moments as cpu_moments
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import cb_kernels.cpu_moments as cpu_moments
 from cb_kernels.errors import ScoringInputError
 from cb_kernels.moments import Moments
 from cb_kernels.plan import Carry, QuerySegment, ScoringPlan, plan_scoring
 from cb_kernels.reference import layer_lse, layer_moments
 from cb_kernels.score import score_layer
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor
 
 RTOL = 1e-5
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cb_kernels.moments import cacheback_score, pin_first
-from cb_kernels.selectors.registry import SelectorContext, selector
+from cb_kernels.moments import cacheback_score
+from cb_kernels.selectors.registry import Needs, SelectorContext, selector
 
 
-@selector("cacheback")
+@selector("cacheback", needs=Needs.QUERY_ROWS, options=("order", "alpha", "sink_free"))
 def cacheback(context: SelectorContext) -> Tensor:
-    """``maxpool7(votes) * (Rr/E)^2`` with position 0 pinned to the maximum; float32 [T]."""
-    return pin_first(cacheback_score(context.moments))
+    """``maxpool7(votes) * rho^alpha`` with ``rho = (Rr/E)^(1/(order-1))``; float32 [T]."""
+    options = context.options
+    return cacheback_score(context.require_moments(), order=options.order, alpha=options.alpha)

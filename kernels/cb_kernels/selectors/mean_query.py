@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cb_kernels.moments import mean_query_score, pin_first
-from cb_kernels.selectors.registry import SelectorContext, selector
+from cb_kernels.moments import mean_query_score
+from cb_kernels.selectors.registry import Needs, SelectorContext, selector
 
 
-@selector("mean_query")
+@selector("mean_query", needs=Needs.QUERY_ROWS, options=("sink_free",))
 def mean_query(context: SelectorContext) -> Tensor:
-    """``maxpool7(votes)`` with position 0 pinned to the maximum; float32 [T]."""
-    return pin_first(mean_query_score(context.moments))
+    """``maxpool7(votes)``; float32 [T]."""
+    return mean_query_score(context.require_moments())
