@@ -19,6 +19,7 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
     "plugins.hook_registry.HookRegistry.register": ("target", "hook", "hook_type"),
     "managers.schedule_batch.Req._compute_max_prefix_len": ("self", "input_len"),
     "mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint": ("self", "req", "up_to", "kwargs"),
+    "mem_cache.unified_radix_cache.UnifiedRadixCache.supports_mamba": ("self",),
     "model_executor.forward_batch_info.ForwardBatch.init_new": ("batch", "model_runner"),
     "model_executor.forward_batch_info.ForwardMode.is_extend_without_speculative": ("self",),
     "model_executor.model_runner.ModelRunner.forward": ("self", "forward_batch"),

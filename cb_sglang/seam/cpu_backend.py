@@ -11,17 +11,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
 from cb_kernels.cpu_attention import (
     ExtendPlan,
     ExtendRequest,
     decode_attention,
     extend_attention,
+    plan_decode,
     plan_extend,
 )
-from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.layers.radix_attention import AttentionType
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-
 from cb_sglang.seam.scoring_batch import active
 
 if TYPE_CHECKING:

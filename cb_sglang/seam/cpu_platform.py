@@ -9,7 +9,7 @@ from sglang.srt.platforms.interface import PlatformCapabilities, PlatformEnum, S
 
 BACKEND_NAME = "cacheback_cpu"
 # Host memory is shared with everything else on the machine, unlike a GPU's.
-DEFAULT_MEMORY_FRACTION = 0.2
+DEFAULT_MEMORY_FRACTION = 0.4
 
 
 class PortableCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]

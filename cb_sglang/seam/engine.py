@@ -10,13 +10,13 @@ import asyncio
 import hashlib
 import json
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from cb_sglang.errors import ContextLengthError, EngineError, InvalidRequestError
-from cb_sglang.spec import WIRE_KEY, ScoringSpec
+from cb_sglang.spec import WIRE_KEY, ScoringSpec, StatisticSpec
 
 T = TypeVar("T")
 
@@ -81,23 +81,14 @@ class Engine:
             return int(out["meta_info"]["cached_tokens"])
         raise EngineError("SGLang ended a prefill without an answer")
 
-    async def score(self, requests: Sequence[tuple[list[int], ScoringSpec]]) -> AsyncIterator[Scored]:
+    async def score(self, requests: Sequence[tuple[list[int], ScoringSpec]]) -> AsyncGenerator[Scored, None]:
         """Run scoring passes, ``(sender + query ids, spec)`` each, as one batch; yields as they finish.
 
         Leaving the iterator early aborts what is still running. Raises EngineError.
         """
-        params = [
-            {"max_new_tokens": 1, "temperature": 0.0, "custom_params": spec.to_wire()} for _, spec in requests
-        ]
+        params = [_params(spec) for _, spec in requests]
         async for out in self._generate([ids for ids, _ in requests], params):
-            meta, index = out["meta_info"], out["index"]
-            result = (meta.get(WIRE_KEY) or [None])[0]
-            if not isinstance(result, dict):
-                raise EngineError(
-                    "the scheduler returned no scores; is the cacheback plugin active? (cb-sglang doctor)"
-                )
-            if "error" in result:
-                raise EngineError(f"scoring failed: {result['error']}")
+            meta, index, result = out["meta_info"], out["index"], _result(out)
             yield Scored(
                 index=index,
                 positions=result["positions"],
@@ -106,9 +97,18 @@ class Engine:
                 seconds=float(meta["e2e_latency"]),
             )
 
+    async def measure(self, requests: Sequence[tuple[list[int], StatisticSpec]]) -> AsyncGenerator[list[float], None]:
+        """Run measurements of senders, ``(ids, spec)`` each: one float a sender position, in no set order.
+
+        Raises EngineError.
+        """
+        params = [_params(spec) for _, spec in requests]
+        async for out in self._generate([ids for ids, _ in requests], params):
+            yield _result(out)["scores"]
+
     async def _generate(
         self, input_ids: list[list[int]], sampling_params: list[dict[str, Any]]
-    ) -> AsyncIterator[dict[str, Any]]:
+    ) -> AsyncGenerator[dict[str, Any], None]:
         from fastapi import HTTPException
         from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -127,8 +127,22 @@ class Engine:
             async for out in outputs:
                 yield out
         except (ValueError, HTTPException) as error:
-            raise EngineError(
-                f"SGLang refused the request: {getattr(error, 'detail', None) or error}"
-            ) from error
+            raise EngineError(f"SGLang refused the request: {getattr(error, 'detail', None) or error}") from error
         finally:
             await outputs.aclose()
+
+
+def _params(spec: ScoringSpec | StatisticSpec) -> dict[str, Any]:
+    # One new token: with none, SGLang cuts the result to the output's length.
+    return {"max_new_tokens": 1, "temperature": 0.0, "custom_params": spec.to_wire()}
+
+
+def _result(out: dict[str, Any]) -> dict[str, Any]:
+    result = (out["meta_info"].get(WIRE_KEY) or [None])[0]
+    if not isinstance(result, dict):
+        raise EngineError(
+            "the scheduler returned no scores; is the cacheback plugin active in it? See the server's log"
+        )
+    if "error" in result:
+        raise EngineError(f"scoring failed: {result['error']}")
+    return result

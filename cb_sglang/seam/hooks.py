@@ -1,34 +1,30 @@
-"""The functions of SGLang that we wrap, in every SGLang process (entry point of group ``sglang.srt.plugins``).
+"""The functions of SGLang that we wrap.
 
 All but the last concern only requests that carry a ScoringSpec; for everything else the original runs untouched.
 """
 
 from __future__ import annotations
 
-import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
-from cb_sglang.errors import SeamError
+import torch
+
+from cb_sglang.custom_selectors import load_allowed
 from cb_sglang.seam import check
 from cb_sglang.seam.scoring_batch import ScoringBatch, ScoringTask, activated, active
 from cb_sglang.spec import WIRE_KEY
 
-logger = logging.getLogger(__name__)
 
-
-def register() -> None:
-    """Check every seam, then register the hooks. On a mismatch nothing is registered: SGLang runs as if alone."""
+def apply() -> None:
+    """Check every seam, then register the CPU backend and the hooks. Raises SeamError, and registers nothing then."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    try:
-        check.check_seams()
-    except SeamError as error:
-        # SGLang swallows a plugin's exception; `cb-sglang serve` runs the same check and refuses to start.
-        logger.error("cb-sglang is inactive in this process: %s", error)
-        return
+    check.check_seams()
+    load_allowed()
     _register_cpu_backend()
-    for target, hook in HOOKS.items():
+    for target, hook in (HOOKS | CUDA_HOOKS if torch.cuda.is_available() else HOOKS).items():
         HookRegistry.register(f"sglang.srt.{target}", hook, HookType.AROUND)
 
 
@@ -51,22 +47,22 @@ def cap_prefix_match(original: Callable[..., int], req: Any, input_len: int) -> 
     """A query's rows must be computed even if the tree holds them: match the sender only."""
     limit = original(req, input_len)
     task = ScoringTask.of(req)
-    return limit if task is None or task.spec is None else min(limit, task.spec.sender_len)
+    return limit if task is None or task.spec is None else min(limit, task.spec.match_limit)
 
 
-def keep_query_out_of_tree(
-    original: Callable[..., None], tree: Any, req: Any, *, up_to: int, **kwargs: Any
-) -> None:
-    """Insert the sender's part (it may have been evicted), never the query's tail."""
+def keep_query_out_of_tree(original: Callable[..., None], tree: Any, req: Any, *, up_to: int, **kwargs: Any) -> None:
+    """Insert the sender's part (it may have been evicted), never the query's tail.
+
+    Layers with a state per request hold the state after the query by then, and the tree would keep it as the sender's:
+    nothing more is inserted for them.
+    """
     task = ScoringTask.of(req)
-    if task is not None and task.spec is not None:
-        up_to = min(up_to, task.spec.sender_len)
+    if task is not None and task.spec is not None and up_to > task.spec.sender_len:
+        up_to = 0 if tree.supports_mamba() else task.spec.sender_len
     original(tree, req, up_to=up_to, **kwargs)
 
 
-def attach_scoring_batch(
-    original: Callable[..., Any], cls: type, batch: Any, *args: Any, **kwargs: Any
-) -> Any:
+def attach_scoring_batch(original: Callable[..., Any], cls: type, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Find the voting rows while the host lengths are at hand."""
     forward_batch = original(cls, batch, *args, **kwargs)
     if forward_batch.forward_mode.is_extend_without_speculative():
@@ -74,14 +70,12 @@ def attach_scoring_batch(
     return forward_batch
 
 
-def score_pass(
-    original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
-) -> Any:
+def score_pass(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Open the accumulation before the model runs and select after it."""
     scoring = _scoring(forward_batch)
     if scoring is None or runner.is_draft_worker:
         return original(runner, forward_batch, *args, **kwargs)
-    scoring.begin(runner, forward_batch)
+    scoring.begin(runner)
     with activated(scoring):
         output = original(runner, forward_batch, *args, **kwargs)
     scoring.finish()
@@ -102,7 +96,7 @@ def score_layer(
     output = original(layer, q, k, v, forward_batch, *args, **kwargs)
     scoring = active()
     if scoring is not None:
-        scoring.score(layer, q, forward_batch)
+        scoring.score(layer, q)
     return output
 
 
@@ -111,14 +105,21 @@ def refuse_prefill_graph(original: Callable[..., bool], graph_runner: Any, forwa
     return _scoring(forward_batch) is None and original(graph_runner, forward_batch)
 
 
-def answer_with_result(
-    original: Callable[..., None], processor: Any, i: int, req: Any, logits_output: Any
-) -> None:
+def answer_with_result(original: Callable[..., None], processor: Any, i: int, req: Any, logits_output: Any) -> None:
     """Hand the result to this request alone, as ``meta_info["cacheback"]``."""
     original(processor, i, req, logits_output)
     task = ScoringTask.of(req)
     if task is not None and task.result is not None and not req.customized_info:
         req.customized_info = {WIRE_KEY: [task.result]}
+
+
+def keep_flashinfer_lse(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """FlashInfer has the merged LSE of prefix and own rows in hand and drops it; its logarithm is to base 2."""
+    output, lse = original(*args, **kwargs)
+    scoring = active()
+    if scoring is not None:
+        scoring.lse = lse * math.log(2.0)
+    return output, lse
 
 
 def _scoring(forward_batch: Any) -> ScoringBatch | None:
@@ -135,4 +136,9 @@ HOOKS: dict[str, Callable[..., Any]] = {
     "model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_run_graph": refuse_prefill_graph,
     "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
     "._maybe_collect_customized_info": answer_with_result,
+}
+
+# Exists only where FlashInfer does.
+CUDA_HOOKS: dict[str, Callable[..., Any]] = {
+    "layers.attention.flashinfer_backend._safe_merge_state": keep_flashinfer_lse,
 }

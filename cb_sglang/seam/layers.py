@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from cb_kernels.cpu_attention import extend_attention, plan_extend
-from cb_kernels.moments import Moments
 from sglang.srt.distributed.parallel_state import get_attn_tp_group
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
@@ -48,9 +46,7 @@ class ScoredLayers:
             raise SeamError("this model has no full-attention layer, so there is nothing to score")
         geometry = {(m.tp_q_head_num, m.tp_k_head_num, m.qk_head_dim) for m in layers}
         if len(geometry) > 1:
-            raise SeamError(
-                f"full-attention layers of different geometry cannot be scored yet: {sorted(geometry)}"
-            )
+            raise SeamError(f"full-attention layers of different geometry cannot be scored yet: {sorted(geometry)}")
         if any(m.logit_cap for m in layers):
             raise SeamError("full-attention layers with a logit soft cap cannot be scored yet")
         pool = runner.token_to_kv_pool.get_key_buffer(layers[0].layer_id)
@@ -70,29 +66,19 @@ class ScoredLayers:
             )
         return cls({layer_id: n for n, layer_id in enumerate(ids)}, heads, kv_heads, head_dim, group)
 
-    def all_reduce(self, moments: list[Moments]) -> None:
-        """Sum the moments over the tensor-parallel ranks, in place: each rank has scored its own heads."""
-        if self.tp_group.world_size == 1:
+    @property
+    def ranks(self) -> int:
+        """Tensor-parallel ranks that share the heads."""
+        return int(self.tp_group.world_size)
+
+    def all_reduce(self, parts: list[torch.Tensor]) -> None:
+        """Sum 1-D tensors over the tensor-parallel ranks, in place, in one collective."""
+        if self.ranks == 1 or not parts:
             return
-        flat = torch.cat([part for m in moments for part in (m.votes, m.energy, m.row_energy)])
+        flat = torch.cat(parts)
         torch.distributed.all_reduce(flat, group=self.tp_group.device_group)
-        offset, ranks = 0, self.tp_group.world_size
-        for m in moments:
-            for part in (m.votes, m.energy, m.row_energy):
-                part.copy_(flat[offset : offset + len(part)])
-                offset += len(part)
-            # Votes are a mean over heads; every rank has averaged over its own, equally many.
-            m.votes.div_(ranks)
-
-    def row_lse(
-        self, runner: Any, forward_batch: Any, q: torch.Tensor, k_pool: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        """The LSE for attention backends that do not leave it: one extra pass over the keys. [rows, heads]."""
-        from cb_sglang.seam.cpu_backend import extend_requests, request_slots
-
-        slots = request_slots(runner.req_to_token_pool, forward_batch)
-        plan = plan_extend(extend_requests(forward_batch, slots))
-        return extend_attention(plan, q, k_pool, k_pool, scale=scale)[1]
+        for part, total in zip(parts, flat.split([len(part) for part in parts]), strict=True):  # type: ignore[no-untyped-call]
+            part.copy_(total)
 
 
 def is_scored(layer: RadixAttention) -> bool:

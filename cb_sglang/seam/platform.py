@@ -6,6 +6,8 @@ runs exactly as if cb-sglang were not installed.
 
 from __future__ import annotations
 
+import os
+
 
 def activate() -> str | None:
     """Dotted name of the platform class, or None to step aside."""
@@ -13,4 +15,7 @@ def activate() -> str | None:
 
     if torch.cuda.is_available():
         return None
+    # Scheduler, detokenizer and HTTP process share the cores; OpenMP threads that spin while they wait starve the
+    # others. Set here, in the parent, because a child's runtime reads it when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     return "cb_sglang.seam.cpu_platform.PortableCpuPlatform"

@@ -1,8 +1,8 @@
-"""The scoring requests of one SGLang extend batch, from planning to kept positions.
+"""Our side of one SGLang extend batch: queries scored, senders measured.
 
 Life of a pass: ``plan`` when SGLang makes the ForwardBatch (host lengths only); ``begin`` before the model runs
 (slots are written by then); ``score`` after each full-attention layer; ``finish`` after the last one leaves each
-complete query's result on its ScoringTask. A query split by chunked prefill carries its sums in its task.
+complete request's result on its ScoringTask. A request split by chunked prefill keeps its sums in its task.
 """
 
 from __future__ import annotations
@@ -10,30 +10,42 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from cb_kernels import selectors
+
+from cb_kernels import selectors, statistics
 from cb_kernels.errors import BudgetError, ScoringInputError
 from cb_kernels.keep import keep_positions
 from cb_kernels.moments import Moments
 from cb_kernels.plan import Carry, QuerySegment, ScoringPlan, plan_scoring
 from cb_kernels.score import score_layer
-
+from cb_kernels.selectors.spans import span_means
 from cb_sglang.errors import CacheBackError
 from cb_sglang.seam.layers import ScoredLayers
-from cb_sglang.spec import SPAN, ScoringSpec
+from cb_sglang.seam.row_lse import RowLse, SeenRows
+from cb_sglang.spec import SPAN, ScoringSpec, Spec, StatisticSpec, read_spec
 
 logger = logging.getLogger(__name__)
+
+VOTES, CUE = "votes", "cue"
 
 
 @dataclass(slots=True)
 class ScoringTask:
-    """One scoring request in the scheduler process. It hangs on SGLang's Req and dies with it."""
+    """One request of ours in the scheduler process. It hangs on SGLang's Req and dies with it.
 
-    spec: ScoringSpec | None
-    carry: Carry | None = None
+    carries:   per row set, the sums of the forward passes so far, while chunked prefill has it split.
+    moments:   per row set, what is complete.
+    statistic: the measurement under way.
+    """
+
+    spec: Spec | None
+    input_len: int = 0
+    carries: dict[str, Carry] = field(default_factory=dict)
+    moments: dict[str, Moments] = field(default_factory=dict)
+    statistic: statistics.Statistic | None = None
     result: dict[str, Any] | None = None
 
     @classmethod
@@ -46,162 +58,285 @@ class ScoringTask:
 
     @classmethod
     def _read(cls, req: Any) -> ScoringTask | None:
+        input_len = len(req.origin_input_ids)
         try:
-            spec = ScoringSpec.from_wire(
-                req.sampling_params.custom_params, input_len=len(req.origin_input_ids)
-            )
-            if spec is not None:
-                selectors.get(spec.selector)
+            spec = read_spec(req.sampling_params.custom_params, input_len=input_len)
+            if isinstance(spec, ScoringSpec):
+                _options(spec)
+                if selectors.get(spec.selector).needs not in (
+                    selectors.Needs.QUERY_ROWS,
+                    selectors.Needs.QUERY_AND_CUE_ROWS,
+                ):
+                    raise ScoringInputError(f"selector {spec.selector!r} does not score a query's rows")
+            elif spec is not None:
+                statistics.get(spec.statistic)
         except (CacheBackError, ScoringInputError) as error:
             return cls(spec=None, result={"error": str(error)})
-        return cls(spec=spec) if spec is not None else None
+        return cls(spec=spec, input_len=input_len) if spec is not None else None
+
+    def row_sets(self) -> dict[str, tuple[int, int]]:
+        """The positions [start, stop) of each set of rows whose moments the query's selector needs."""
+        spec = self.spec
+        if not isinstance(spec, ScoringSpec):
+            return {}
+        sets = {VOTES: (spec.sender_len + spec.vote_start, spec.sender_len + spec.vote_stop)}
+        if selectors.get(spec.selector).needs is selectors.Needs.QUERY_AND_CUE_ROWS:
+            # The row that would predict the answer's first token.
+            sets[CUE] = (self.input_len - 1, self.input_len)
+        return sets
 
 
 @dataclass(frozen=True, slots=True)
-class _Member:
-    """One query's voting rows in this forward pass."""
+class _Rows:
+    """Rows of one request that fall into this forward pass.
+
+    pool_row: the request's row in req_to_token. row_start, row_count: within the batch's flat q. position: the sequence
+    position of the first of them.
+    """
 
     task: ScoringTask
-    spec: ScoringSpec
-    request_index: int
+    pool_row: int
     row_start: int
     row_count: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class _QueryRows(_Rows):
+    """One row set of one query. ``sender_key`` is equal where the sender's positions lie in the same slots."""
+
+    name: str
     first: bool
+    total: int
     sender_key: object
+
+    @property
+    def spec(self) -> ScoringSpec:
+        assert isinstance(self.task.spec, ScoringSpec)
+        return self.task.spec
+
+    @property
+    def accumulation(self) -> tuple[float, bool]:
+        """Row sets of equal order and sink handling are accumulated in one kernel plan."""
+        effective = selectors.get(self.spec.selector).effective(_options(self.spec))
+        return effective.order, effective.sink_free
 
 
 @dataclass(slots=True)
 class ScoringBatch:
-    """The scoring side of one ForwardBatch."""
+    """Our side of one ForwardBatch."""
 
-    members: list[_Member]
+    queries: list[_QueryRows]
+    senders: list[_Rows]
     lse: torch.Tensor | None = None
     """Natural-log LSE [rows, heads] of the layer that just ran, left here by a backend that has it."""
     _runner: Any = None
     _layers: ScoredLayers | None = None
-    _plan: ScoringPlan | None = None
+    _row_lse: RowLse | None = None
+    _plans: list[tuple[ScoringPlan, list[_QueryRows]]] = field(default_factory=list)
 
     @classmethod
     def plan(cls, schedule_batch: Any) -> ScoringBatch | None:
-        """Find the voting rows in this extend batch. Host work only; None when there are none."""
-        members, row = [], 0
-        lengths = zip(
-            schedule_batch.reqs, schedule_batch.prefix_lens, schedule_batch.extend_lens, strict=False
-        )
-        for index, (req, prefix, extend) in enumerate(lengths):
+        """Find the rows of ours in this extend batch. Host work only; None when there are none."""
+        scoring, row = cls([], []), 0
+        lengths = zip(schedule_batch.reqs, schedule_batch.prefix_lens, schedule_batch.extend_lens, strict=False)
+        for req, prefix, extend in lengths:
             task = ScoringTask.of(req)
             if task is not None and task.spec is not None and task.result is None:
-                spec = task.spec
-                first = spec.sender_len + spec.vote_start
-                start = max(first, prefix)
-                stop = min(spec.sender_len + spec.vote_stop, prefix + extend)
-                if start < stop:
-                    key = _sender_key(req, spec)
-                    member = _Member(
-                        task, spec, index, row + start - prefix, stop - start, start == first, key
-                    )
-                    members.append(member)
+                scoring._add(task, req, row, prefix, extend)
             row += extend
-        return cls(members) if members else None
+        return scoring if scoring.queries or scoring.senders else None
 
-    def begin(self, runner: Any, forward_batch: Any) -> None:
-        """Lay out the kernels' plan; the pool slots of every sender are known now."""
+    def _add(self, task: ScoringTask, req: Any, row: int, prefix: int, extend: int) -> None:
+        for name, (start, stop) in task.row_sets().items():
+            low, high = max(start, prefix), min(stop, prefix + extend)
+            if low < high:
+                rows = (task, req.kv.req_pool_idx, row + low - prefix, high - low, low)
+                key = _sender_key(req, task.spec.sender_len)  # type: ignore[union-attr]
+                self.queries.append(_QueryRows(*rows, name, low == start, stop - start, key))
+        if isinstance(task.spec, StatisticSpec):
+            low = max(task.spec.first_row, prefix)
+            if low < prefix + extend:
+                self.senders.append(_Rows(task, req.kv.req_pool_idx, row + low - prefix, prefix + extend - low, low))
+
+    def begin(self, runner: Any) -> None:
+        """Lay out the kernels' plans; the pool slots of every sender are known now."""
         try:
-            layers = ScoredLayers.of(runner)
-            table = runner.req_to_token_pool.req_to_token
-            segments, slots, starts, offset = [], [], {}, 0
-            for member in self.members:
-                spec, key = member.spec, member.sender_key
-                if key not in starts:
-                    starts[key] = offset
-                    pool_row = forward_batch.req_pool_indices[member.request_index]
-                    slots.append(table[pool_row, : spec.sender_len])
-                    offset += spec.sender_len
-                segments.append(
-                    QuerySegment(
-                        row_start=member.row_start,
-                        row_count=member.row_count,
-                        kv_start=starts[key],
-                        sender_len=spec.sender_len,
-                        total_rows=spec.vote_stop - spec.vote_start,
-                        carry=self._carry(member, layers, table.device),
-                    )
+            self._runner, self._layers = runner, ScoredLayers.of(runner)
+            groups: dict[tuple[float, bool], list[_QueryRows]] = {}
+            for rows in self.queries:
+                groups.setdefault(rows.accumulation, []).append(rows)
+            for (order, sink_free), members in groups.items():
+                plan = self._plan_group(members, order=order, sink_free=sink_free)
+                self._plans.append((plan, members))
+            for sender in self.senders:
+                self._begin_statistic(sender)
+        except Exception as error:
+            self._fail(error)
+
+    def _plan_group(self, members: list[_QueryRows], *, order: float, sink_free: bool) -> ScoringPlan:
+        layers, device = self.layers, self._runner.req_to_token_pool.req_to_token.device
+        segments: list[QuerySegment] = []
+        slots: list[torch.Tensor] = []
+        starts: dict[object, int] = {}
+        offset = 0
+        for rows in members:
+            sender_len = rows.spec.sender_len
+            if rows.sender_key not in starts:
+                starts[rows.sender_key] = offset
+                slots.append(self._slots(rows.pool_row, sender_len))
+                offset += sender_len
+            segments.append(
+                QuerySegment(
+                    row_start=rows.row_start,
+                    row_count=rows.row_count,
+                    kv_start=starts[rows.sender_key],
+                    sender_len=sender_len,
+                    total_rows=rows.total,
+                    carry=self._carry(rows, device),
                 )
-            self._plan = plan_scoring(
-                segments,
-                heads=layers.heads,
-                kv_heads=layers.kv_heads,
-                head_dim=layers.head_dim,
-                layers=len(layers.ordinal),
-                kv_indices=torch.cat(slots),
-                device=table.device,
             )
-            self._runner, self._layers = runner, layers
-        except Exception as error:
-            self._fail(error)
+        return plan_scoring(
+            segments,
+            heads=layers.heads,
+            kv_heads=layers.kv_heads,
+            head_dim=layers.head_dim,
+            layers=len(layers.ordinal),
+            kv_indices=torch.cat(slots),
+            device=device,
+            sink_free=sink_free,
+            order=order,
+        )
 
-    def score(self, layer: Any, q: torch.Tensor, forward_batch: Any) -> None:
-        """Accumulate one layer, if it is a scored one. ``q`` is post-RoPE, [rows, heads * head_dim]."""
-        lse, self.lse = self.lse, None
-        if self._plan is None or self._layers is None:
-            return
-        ordinal = self._layers.ordinal.get(layer.layer_id)
-        if ordinal is None:
-            return
-        try:
-            rows = q.view(-1, self._plan.heads, self._plan.head_dim)
-            k_pool = self._runner.token_to_kv_pool.get_key_buffer(layer.layer_id)
-            if lse is None:
-                lse = self._layers.row_lse(self._runner, forward_batch, rows, k_pool, layer.scaling)
-            score_layer(self._plan, ordinal, rows, k_pool, lse, scale=layer.scaling)
-        except Exception as error:
-            self._fail(error)
-
-    def finish(self) -> None:
-        """Turn complete queries' moments into kept positions."""
-        if self._plan is None or self._layers is None:
-            return
-        try:
-            done = [
-                (member, moments)
-                for member, moments in zip(self.members, self._plan.finish(), strict=True)
-                if moments is not None
-            ]
-            if done:
-                self._layers.all_reduce([moments for _, moments in done])
-                select(done)
-        except Exception as error:
-            self._fail(error)
-
-    def _carry(self, member: _Member, layers: ScoredLayers, device: torch.device) -> Carry | None:
-        spec = member.spec
-        if member.first:
+    def _carry(self, rows: _QueryRows, device: torch.device) -> Carry | None:
+        carries = rows.task.carries
+        if rows.first:
             # Also after a retraction: the query starts again from its first row.
-            member.task.carry = None
-            if member.row_count < spec.vote_stop - spec.vote_start:
-                member.task.carry = Carry.empty(
-                    layers=len(layers.ordinal),
-                    kv_heads=layers.kv_heads,
-                    sender_len=spec.sender_len,
+            carries.pop(rows.name, None)
+            if rows.row_count < rows.total:
+                carries[rows.name] = Carry.empty(
+                    layers=len(self.layers.ordinal),
+                    kv_heads=self.layers.kv_heads,
+                    sender_len=rows.spec.sender_len,
                     device=device,
                 )
-        return member.task.carry
+        return carries.get(rows.name)
+
+    def _begin_statistic(self, rows: _Rows) -> None:
+        spec, layers = rows.task.spec, self.layers
+        assert isinstance(spec, StatisticSpec)
+        if rows.position == spec.first_row:
+            measure = statistics.get(spec.statistic)
+            rows.task.statistic = measure(
+                sender_len=spec.sender_len,
+                latent_len=spec.latent_len,
+                heads=layers.heads,
+                kv_heads=layers.kv_heads,
+                layers=len(layers.ordinal),
+                device=self._runner.req_to_token_pool.req_to_token.device,
+                chunk=(spec.chunk_start, spec.chunk_stop) if measure.needs_chunk else None,
+            )
+
+    def score(self, layer: Any, q: torch.Tensor) -> None:
+        """Accumulate one layer, if it is a scored one. ``q`` is post-RoPE, [rows, heads * head_dim]."""
+        lse, self.lse = self.lse, None
+        if self._layers is None or layer.layer_id not in self._layers.ordinal:
+            return
+        try:
+            ordinal = self._layers.ordinal[layer.layer_id]
+            rows = q.view(-1, self._layers.heads, self._layers.head_dim)
+            k_pool = self._runner.token_to_kv_pool.get_key_buffer(layer.layer_id)
+            if self._plans and lse is None:
+                lse = self._missing_lse(rows)(rows, k_pool, layer.scaling)
+            for plan, _ in self._plans:
+                assert lse is not None
+                score_layer(plan, ordinal, rows, k_pool, lse, scale=layer.scaling)
+            for sender in self.senders:
+                self._measure(sender, ordinal, rows, k_pool, layer.scaling)
+        except Exception as error:
+            self._fail(error)
+
+    def _missing_lse(self, q: torch.Tensor) -> RowLse:
+        """Planned at the first layer whose backend left no LSE."""
+        if self._row_lse is None:
+            ranges: dict[int, list[_QueryRows]] = {}
+            for rows in self.queries:
+                ranges.setdefault(rows.pool_row, []).append(rows)
+            seen = []
+            for pool_row, sets in ranges.items():
+                start = min(r.row_start for r in sets)
+                last = max(sets, key=lambda r: r.row_start + r.row_count)
+                slots = self._slots(pool_row, last.position + last.row_count)
+                seen.append(SeenRows(start, last.row_start + last.row_count - start, slots))
+            self._row_lse = RowLse(self.layers, seen, total_rows=q.shape[0], dtype=q.dtype)
+        return self._row_lse
+
+    def _slots(self, pool_row: int, length: int) -> torch.Tensor:
+        """The pool slots of a request's first positions."""
+        table: torch.Tensor = self._runner.req_to_token_pool.req_to_token
+        return table[pool_row, :length]
+
+    def _measure(self, rows: _Rows, ordinal: int, q: torch.Tensor, k_pool: torch.Tensor, scale: float) -> None:
+        statistic = rows.task.statistic
+        if statistic is None:
+            raise ScoringInputError("the sender's first rows were never seen")
+        slots = self._slots(rows.pool_row, rows.position + rows.row_count)
+        own = q[rows.row_start : rows.row_start + rows.row_count]
+        statistic.add(ordinal, own, k_pool[slots.long()], scale=scale, first_position=rows.position)
+
+    def finish(self) -> None:
+        """Turn what is complete into results."""
+        if self._layers is None:
+            return
+        try:
+            done: list[Moments] = []
+            touched: dict[int, ScoringTask] = {}
+            for plan, members in self._plans:
+                for rows, moments in zip(members, plan.finish(), strict=True):
+                    if moments is not None:
+                        rows.task.carries.pop(rows.name, None)
+                        rows.task.moments[rows.name] = moments
+                        done.append(moments)
+                        touched[id(rows.task)] = rows.task
+            self._layers.all_reduce([part for m in done for part in (m.votes, m.energy, m.row_energy)])
+            for moments in done:
+                # Votes are a mean over heads; every rank has averaged over its own, equally many.
+                moments.votes.div_(self._layers.ranks)
+            select([task for task in touched.values() if task.moments.keys() == task.row_sets().keys()])
+            self._finish_statistics()
+        except Exception as error:
+            self._fail(error)
+
+    def _finish_statistics(self) -> None:
+        for rows in self.senders:
+            task = rows.task
+            if rows.position + rows.row_count == task.input_len and task.statistic is not None:
+                scores = task.statistic.finish()
+                self.layers.all_reduce([scores])
+                task.result = {"scores": (scores / self.layers.ranks).tolist()}
+                task.statistic = None
+
+    @property
+    def layers(self) -> ScoredLayers:
+        """The scored layers of the runner this pass runs on; set by ``begin``."""
+        assert self._layers is not None
+        return self._layers
 
     def _fail(self, error: Exception) -> None:
-        """A failed scoring pass must never take the scheduler down: its queries answer with the error instead."""
-        self._plan = None
+        """A failed scoring pass must never take the scheduler down: its requests answer with the error instead."""
+        self._layers = None
         expected = isinstance(error, CacheBackError | ScoringInputError | BudgetError)
         logger.error("scoring pass failed: %s", error, exc_info=None if expected else error)
-        for member in self.members:
-            member.task.carry = None
-            member.task.result = {"error": str(error) if expected else "internal error in the scoring pass"}
+        message = str(error) if expected else "internal error in the scoring pass"
+        for rows in (*self.queries, *self.senders):
+            _settle(rows.task, {"error": message})
 
 
 _active: ScoringBatch | None = None
 
 
 def active() -> ScoringBatch | None:
-    """The scoring side of the forward pass that is running in this process, if it has one.
+    """Our side of the forward pass that is running in this process, if it has one.
 
     A module variable, because SGLang's runners hand the model a copy of the ForwardBatch (eager_runner.py), and one
     process runs one forward pass at a time.
@@ -220,48 +355,62 @@ def activated(scoring: ScoringBatch) -> Iterator[None]:
         _active = None
 
 
-def _sender_key(req: Any, spec: ScoringSpec) -> object:
-    """Equal for requests whose sender positions lie in the same pool slots, so that K is read once for them.
-
-    Only the radix tree can vouch for that: both requests' rows are tree-owned up to T and end on the same node.
-    """
-    if req.kv is not None and req.kv.cache_protected_len == spec.sender_len:
-        return (id(req.last_node), spec.sender_len)
-    return object()
-
-
-def select(done: list[tuple[_Member, Moments]]) -> None:
+def select(tasks: list[ScoringTask]) -> None:
     """Score, cut with the keep law, and leave positions (and span scores on request) on each task.
 
     The whole batch is cut on the device; one copy brings it to the host.
     """
-    device = done[0][1].votes.device
-    lengths = [member.spec.sender_len for member, _ in done]
-    budgets = [member.spec.budget for member, _ in done]
-    widest = max(lengths)
-    scores = torch.zeros(len(done), widest, device=device)
-    protected = torch.zeros(len(done), widest, dtype=torch.bool, device=device)
-    for row, (member, moments) in enumerate(done):
-        spec = member.spec
-        context = selectors.SelectorContext(moments=moments)
+    if not tasks:
+        return
+    specs = [task.spec for task in tasks if isinstance(task.spec, ScoringSpec)]
+    device = tasks[0].moments[VOTES].votes.device
+    widest = max(spec.sender_len for spec in specs)
+    scores = torch.zeros(len(tasks), widest, device=device)
+    protected = torch.zeros(len(tasks), widest, dtype=torch.bool, device=device)
+    for row, (task, spec) in enumerate(zip(tasks, specs, strict=True)):
+        context = selectors.SelectorContext(
+            length=spec.sender_len,
+            latent_len=spec.latent_len,
+            options=_options(spec),
+            moments=task.moments[VOTES],
+            cue=task.moments.get(CUE),
+        )
         scores[row, : spec.sender_len] = selectors.get(spec.selector)(context)
         protected[row, 0] = True
         protected[row, spec.sender_len - spec.latent_len : spec.sender_len] = True
     kept = keep_positions(
         scores,
-        torch.tensor(lengths, device=device),
-        torch.tensor(budgets, device=device),
+        torch.tensor([spec.sender_len for spec in specs], device=device),
+        torch.tensor([spec.budget for spec in specs], device=device),
+        max_budget=max(spec.budget for spec in specs),
         protected=protected,
-        excluded=None,
         span=SPAN,
-        max_budget=max(budgets),
     )
     positions = kept.positions.cpu()
-    for row, (member, _) in enumerate(done):
-        spec = member.spec
+    for row, (task, spec) in enumerate(zip(tasks, specs, strict=True)):
         result: dict[str, Any] = {"positions": positions[row, : spec.budget].tolist()}
         if spec.want_scores:
-            own = scores[row, : spec.sender_len].cpu()
-            result["span_scores"] = [float(own[a : a + SPAN].mean()) for a in range(0, spec.sender_len, SPAN)]
-        member.task.carry = None
-        member.task.result = result
+            result["span_scores"] = span_means(scores[row, : spec.sender_len], SPAN).tolist()
+        _settle(task, result)
+
+
+def _settle(task: ScoringTask, result: dict[str, Any]) -> None:
+    """Leave the result and let go of everything that held device memory."""
+    task.carries.clear()
+    task.moments.clear()
+    task.statistic = None
+    task.result = result
+
+
+def _options(spec: ScoringSpec) -> selectors.SelectorOptions:
+    return selectors.SelectorOptions(order=spec.order, alpha=spec.alpha, sink_free=spec.sink_free)
+
+
+def _sender_key(req: Any, sender_len: int) -> object:
+    """Equal for requests whose sender positions lie in the same pool slots, so that K is read once for them.
+
+    Only the radix tree can vouch for that: both requests' rows are tree-owned up to T and end on the same node.
+    """
+    if req.kv is not None and req.kv.cache_protected_len == sender_len:
+        return (req.last_node, sender_len)  # a NodeId, i.e. an int: compared by value
+    return object()
