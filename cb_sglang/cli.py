@@ -26,9 +26,11 @@ def serve(
         str,
         typer.Option(help="Wrapper around every query; holds {query} once. Only the query's own rows vote."),
     ] = DEFAULT_TEMPLATE,
-    max_senders: Annotated[
-        int, typer.Option(min=1, max=1_000_000, help="Most senders held at once.")
-    ] = 4_096,
+    max_senders: Annotated[int, typer.Option(min=1, max=1_000_000, help="Most senders held at once.")] = 4_096,
+    allow_selector: Annotated[
+        list[str] | None,
+        typer.Option(help="package.module:function of a selector of yours that clients may name; repeatable."),
+    ] = None,
 ) -> None:
     """Serve SGLang with the CacheBack endpoints.
 
@@ -39,7 +41,8 @@ def serve(
     from cb_sglang.service import Settings
 
     try:
-        launch(context.args, Settings(query_template=query_template, max_senders=max_senders))
+        settings = Settings(query_template=query_template, max_senders=max_senders)
+        launch(context.args, settings, allowed_selectors=allow_selector or [])
     except CacheBackError as error:
         typer.secho(f"cb-sglang: {error}", err=True, fg=typer.colors.RED)
         sys.stderr.flush()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from cb_sglang.custom_selectors import allow
 from cb_sglang.errors import InvalidRequestError
 from cb_sglang.service import Settings
 
@@ -14,7 +15,7 @@ _UNSUPPORTED = {
 }
 
 
-def launch(arguments: Sequence[str], settings: Settings) -> None:
+def launch(arguments: Sequence[str], settings: Settings, *, allowed_selectors: Sequence[str] = ()) -> None:
     """Run until SGLang's server ends. Raises SeamError when this SGLang does not fit, InvalidRequestError on flags."""
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
@@ -23,15 +24,15 @@ def launch(arguments: Sequence[str], settings: Settings) -> None:
     from cb_sglang.seam.check import check_seams
 
     check_seams()
+    allow(allowed_selectors)
     load_plugins()
     server_args = prepare_server_args(complete(arguments))
     if server_args.tokenizer_worker_num > 1:
-        raise InvalidRequestError(
-            "--tokenizer-worker-num must be 1: the sender registry lives in one process"
-        )
+        raise InvalidRequestError("--tokenizer-worker-num must be 1: the sender registry lives in one process")
+
+    from sglang.srt.entrypoints.http_server import app, launch_server
 
     from cb_server.app import mount
-    from sglang.srt.entrypoints.http_server import app, launch_server
 
     mount(app, settings)
     try:

@@ -45,9 +45,7 @@ class SenderRegistry:
         if sender.id in self._senders:
             return
         if len(self._senders) >= self.max_senders:
-            raise CapacityError(
-                f"{self.max_senders} senders are registered, the most this server holds; delete one"
-            )
+            raise CapacityError(f"{self.max_senders} senders are registered, the most this server holds; delete one")
         if self._positions + len(sender) > self.max_positions:
             raise CapacityError(
                 f"the registered senders would exceed {self.max_positions} positions together; delete one"

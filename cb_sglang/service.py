@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from cb_kernels import selectors
-
 from cb_sglang import wire
 from cb_sglang.budget import positions_for_budget, positions_for_ratio
 from cb_sglang.errors import CacheBackError, ContextLengthError, InvalidRequestError
+from cb_sglang.merge import merge
 from cb_sglang.messages import decode_text, runs
 from cb_sglang.seam.engine import Engine, Scored
+from cb_sglang.selection import SenderMeasurements, select_without_query_rows
 from cb_sglang.senders import RegisteredSender, SenderRegistry
+from cb_sglang.single_flight import SingleFlight
 from cb_sglang.spec import ScoringSpec
 from cb_sglang.templates import DEFAULT_TEMPLATE, WrappedQuery, check_template, wrap_query
 
 T = TypeVar("T")
+DEFAULT_SELECTOR = "cacheback"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +40,33 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """One query, ready for the engine."""
+    """One query, ready to be answered: by the engine if its selector scores the query's rows, else from the sender."""
 
+    index: int
     wrapped: WrappedQuery
     options: wire.Query
-    spec: ScoringSpec
+    selector: selectors.SelectorEntry
+    selector_options: selectors.SelectorOptions
+    budget: int
+
+    @property
+    def needs_engine(self) -> bool:
+        return self.selector.needs in (selectors.Needs.QUERY_ROWS, selectors.Needs.QUERY_AND_CUE_ROWS)
+
+    def request(self, sender: RegisteredSender) -> tuple[list[int], ScoringSpec]:
+        """The scoring pass."""
+        spec = ScoringSpec(
+            sender_len=len(sender),
+            vote_start=self.wrapped.vote_start,
+            vote_stop=self.wrapped.vote_stop,
+            budget=self.budget,
+            selector=self.selector.name,
+            order=self.selector_options.order,
+            alpha=self.selector_options.alpha,
+            sink_free=self.selector_options.sink_free,
+            want_scores=bool(self.options.span_scores),
+        )
+        return [*sender.input_ids, *self.wrapped.input_ids], spec
 
 
 class MessageService:
@@ -51,7 +76,8 @@ class MessageService:
         self.engine = engine
         self.settings = settings
         self.senders = SenderRegistry(max_senders=settings.max_senders, max_positions=settings.max_positions)
-        self._prefills: dict[str, asyncio.Task[int]] = {}
+        self.measurements = SenderMeasurements(engine)
+        self._prefills: SingleFlight[int] = SingleFlight()
 
     async def register(self, request: wire.SenderRequest) -> wire.Sender:
         """Prefill a sender and make it addressable. The same content gets the same id and is prefilled once.
@@ -63,26 +89,65 @@ class MessageService:
         if len(input_ids) > self.engine.max_input - 1:
             raise ContextLengthError(
                 f"the sender has {len(input_ids)} positions; this server takes at most {self.engine.max_input - 1}, "
-                "so that a query fits behind it"
+                "so that a query fits behind it",
+                param=request.given[0],
             )
         sender = self.senders.make(self.engine.fingerprint, input_ids)
         self.senders.check_room(sender)
-        cached = await self._prefill_once(sender)
+        cached = await self._prefills.run(sender.id, lambda: self.engine.prefill(list(sender.input_ids)))
         self.senders.add(sender)
         return report(sender, cached)
 
-    def messages(self, sender_id: str, request: wire.MessagesRequest) -> AsyncIterator[wire.Message]:
+    def forget(self, sender_id: str) -> None:
+        """Delete a sender and what was measured of it. Raises SenderNotFoundError."""
+        self.senders.remove(sender_id)
+        self.measurements.forget(sender_id)
+
+    def messages(self, sender_id: str, request: wire.MessagesRequest) -> AsyncGenerator[wire.Message, None]:
         """One message a query, as they finish (``index`` tells which). Raises SenderNotFoundError at once."""
         return self._messages(self.senders.get(sender_id), request)
 
     async def _messages(
         self, sender: RegisteredSender, request: wire.MessagesRequest
-    ) -> AsyncIterator[wire.Message]:
+    ) -> AsyncGenerator[wire.Message, None]:
         started = time.perf_counter()
         plans = [await self._plan(sender, request, index) for index in range(len(request.queries))]
-        batch = [([*sender.input_ids, *plan.wrapped.input_ids], plan.spec) for plan in plans]
-        async for scored in self.engine.score(batch):
-            yield await self._message(sender, plans[scored.index], scored, started)
+        outcomes = merge(
+            self._scored(sender, [plan for plan in plans if plan.needs_engine]),
+            *(self._selected(sender, plan) for plan in plans if not plan.needs_engine),
+        )
+        async with aclosing(outcomes):
+            async for scored in outcomes:
+                yield await self._message(sender, plans[scored.index], scored, started)
+
+    async def _scored(self, sender: RegisteredSender, plans: list[_Plan]) -> AsyncGenerator[Scored, None]:
+        """Queries whose rows are scored, as one engine batch."""
+        if plans:
+            async with aclosing(self.engine.score([plan.request(sender) for plan in plans])) as batch:
+                async for scored in batch:
+                    yield replace(scored, index=plans[scored.index].index)
+
+    async def _selected(self, sender: RegisteredSender, plan: _Plan) -> AsyncGenerator[Scored, None]:
+        """A query whose selector does not look at its rows."""
+        started = time.perf_counter()
+        query = plan.options.query
+        if plan.selector.needs is selectors.Needs.TEXT and not isinstance(query, str):
+            query = await self.engine.tokenizing(self.engine.tokenizer.decode, query)
+        positions, span_scores = await select_without_query_rows(
+            self.measurements,
+            sender,
+            entry=plan.selector,
+            options=plan.selector_options,
+            query=query if isinstance(query, str) else None,
+            budget=plan.budget,
+        )
+        yield Scored(
+            index=plan.index,
+            positions=positions,
+            span_scores=span_scores if plan.options.span_scores else None,
+            cached_positions=len(sender),
+            seconds=time.perf_counter() - started,
+        )
 
     async def _plan(self, sender: RegisteredSender, request: wire.MessagesRequest, index: int) -> _Plan:
         """Resolve one query's options, tokens, voting rows and budget."""
@@ -91,7 +156,11 @@ class MessageService:
         if isinstance(options.query, str):
             template = _first(options.query_template, self.settings.query_template)
             tokenizer = self.engine.tokenizer
-            wrapped = await _at(where, self.engine.tokenizing(wrap_query, tokenizer, options.query, template))
+            try:
+                wrapped = await self.engine.tokenizing(wrap_query, tokenizer, options.query, template)
+            except CacheBackError as error:
+                error.param = _named(request, index, error.param) if error.param else where
+                raise
         else:
             self._check_ids(options.query, where)
             wrapped = WrappedQuery(options.query, 0, len(options.query))
@@ -106,25 +175,16 @@ class MessageService:
             budget = positions_for_budget(total, options.budget)
         else:
             budget = positions_for_ratio(total, 0, _first(options.ratio, wire.DEFAULT_RATIO))
-        selector = _first(options.selector, "cacheback")
-        if selector not in selectors.names():
+        name = _first(options.selector, DEFAULT_SELECTOR)
+        if name not in selectors.names():
             raise InvalidRequestError(
-                f"unknown selector {selector!r}; choose one of {', '.join(selectors.names())}",
-                param="selector",
+                f"unknown selector {name!r}; choose one of {', '.join(selectors.names())}",
+                param=_named(request, index, "selector"),
             )
-        spec = ScoringSpec(
-            sender_len=total,
-            vote_start=wrapped.vote_start,
-            vote_stop=wrapped.vote_stop,
-            budget=budget,
-            selector=selector,
-            want_scores=bool(options.span_scores),
-        )
-        return _Plan(wrapped, options, spec)
+        given = _first(options.selector_options, wire.SelectorOptions())
+        return _Plan(index, wrapped, options, selectors.get(name), selectors.SelectorOptions(**dict(given)), budget)
 
-    async def _message(
-        self, sender: RegisteredSender, plan: _Plan, scored: Scored, started: float
-    ) -> wire.Message:
+    async def _message(self, sender: RegisteredSender, plan: _Plan, scored: Scored, started: float) -> wire.Message:
         spans = runs(scored.positions)
         encoding = plan.options.encoding or "token_ids"
         token_ids, text = None, None
@@ -139,7 +199,7 @@ class MessageService:
             sender=sender.id,
             index=scored.index,
             encoding=encoding,
-            selector=plan.spec.selector,
+            selector=plan.selector.name,
             sender_positions=len(sender),
             query_positions=len(wrapped.input_ids),
             voting_positions=wrapped.vote_stop - wrapped.vote_start,
@@ -174,15 +234,6 @@ class MessageService:
                 f"token id {highest} is not in the vocabulary of {self.engine.vocab_size}", param=where
             )
 
-    async def _prefill_once(self, sender: RegisteredSender) -> int:
-        """Single flight: callers that register the same content at once share one prefill."""
-        running = self._prefills.get(sender.id)
-        if running is None:
-            running = asyncio.create_task(self.engine.prefill(list(sender.input_ids)))
-            self._prefills[sender.id] = running
-            running.add_done_callback(lambda _: self._prefills.pop(sender.id, None))
-        return await asyncio.shield(running)
-
 
 def report(sender: RegisteredSender, cached: int | None = None) -> wire.Sender:
     """A sender as the API shows it; ``cached`` positions are known only where it was just prefilled."""
@@ -193,6 +244,13 @@ def report(sender: RegisteredSender, cached: int | None = None) -> wire.Sender:
         fingerprint=sender.fingerprint,
         created=sender.created,
     )
+
+
+def _named(request: wire.MessagesRequest, index: int, option: str) -> str:
+    """An option as the caller wrote it: the query's own, or the call's."""
+    own = request.queries[index]
+    is_own = isinstance(own, wire.Query) and getattr(own, option) is not None
+    return f"queries[{index}].{option}" if is_own else option
 
 
 def _merged(request: wire.MessagesRequest, query: str | list[int] | wire.Query) -> wire.Query:
@@ -207,9 +265,7 @@ def _merged(request: wire.MessagesRequest, query: str | list[int] | wire.Query) 
 
 def _apply_chat_template(tokenizer: Any, turns: list[dict[str, str]]) -> list[int]:
     try:
-        ids = tokenizer.apply_chat_template(
-            turns, tokenize=True, add_generation_prompt=False, return_dict=False
-        )
+        ids = tokenizer.apply_chat_template(turns, tokenize=True, add_generation_prompt=False, return_dict=False)
     except Exception as error:
         # Templates are programs: what they refuse (roles out of order, say) they raise as errors of their own.
         raise InvalidRequestError(f"the model's chat template refused these messages: {error}") from error

@@ -27,9 +27,7 @@ class WrappedQuery:
 def check_template(template: str) -> str:
     """The template unchanged. Raises InvalidRequestError unless it holds ``{query}`` exactly once."""
     if template.count(PLACEHOLDER) != 1:
-        raise InvalidRequestError(
-            f"query_template must contain {PLACEHOLDER} exactly once", param="query_template"
-        )
+        raise InvalidRequestError(f"query_template must contain {PLACEHOLDER} exactly once", param="query_template")
     return template
 
 

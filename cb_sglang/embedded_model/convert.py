@@ -68,8 +68,7 @@ def model_config(header: GgufHeader) -> dict[str, Any]:
         "max_position_embeddings": meta["gemma3.context_length"],
         "sliding_window": meta["gemma3.attention.sliding_window"],
         "layer_types": [
-            "sliding_attention" if (layer + 1) % SLIDING_PATTERN else "full_attention"
-            for layer in range(layers)
+            "sliding_attention" if (layer + 1) % SLIDING_PATTERN else "full_attention" for layer in range(layers)
         ],
         "rope_parameters": {
             "full_attention": {"rope_type": "default", "rope_theta": meta["gemma3.rope.freq_base"]},

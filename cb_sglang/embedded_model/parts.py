@@ -46,8 +46,7 @@ def locate_parts(base: str = BASE_PACKAGE, count: int = PART_COUNT) -> ModelPart
         path = _data_dir(package) / f"{filename}.part{number - 1:02d}"
         if not path.is_file():
             raise EmbeddedModelError(
-                f"the package {_distribution(package)} holds no {path.name}; "
-                f"reinstall it: {_reinstall([package])}"
+                f"the package {_distribution(package)} holds no {path.name}; reinstall it: {_reinstall([package])}"
             )
         paths.append(path)
     terms = tuple(data / name for name in _TERMS if (data / name).is_file())
@@ -57,9 +56,7 @@ def locate_parts(base: str = BASE_PACKAGE, count: int = PART_COUNT) -> ModelPart
 def require_gguf() -> None:
     """Raise EmbeddedModelError unless the gguf package, which dequantises the weights, is installed."""
     if importlib.util.find_spec("gguf") is None:
-        raise EmbeddedModelError(
-            f"the embedded model needs the package gguf, which is not installed: {EXTRA}"
-        )
+        raise EmbeddedModelError(f"the embedded model needs the package gguf, which is not installed: {EXTRA}")
 
 
 def join_parts(parts: ModelParts, target: Path, progress: ProgressFn) -> None:
@@ -110,8 +107,7 @@ def _read_checksum(path: Path, package: str) -> tuple[str, str]:
         if len(sha256) == 64 and set(sha256) <= set("0123456789abcdef") and filename == Path(filename).name:
             return sha256, filename
     raise EmbeddedModelError(
-        f"the package {_distribution(package)} has no readable SHA256SUMS; "
-        f"reinstall it: {_reinstall([package])}"
+        f"the package {_distribution(package)} has no readable SHA256SUMS; reinstall it: {_reinstall([package])}"
     )
 
 

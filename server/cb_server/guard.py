@@ -9,10 +9,11 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from fastapi import HTTPException, Request, Response
+from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive
 
 from cb_sglang import wire
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 << 20
 _FORMS = {"text", "token_ids", "object"}
+_MAX_PARAM_CHARS = 256
 
 
 class BodyTooLargeError(InvalidRequestError):
@@ -29,6 +31,14 @@ class BodyTooLargeError(InvalidRequestError):
 
     status = 413
     code = "body_too_large"
+
+
+class NoSuchEndpointError(InvalidRequestError):
+    """No route of ours has this path and method."""
+
+    status = 404
+    type = "not_found_error"
+    code = "endpoint_not_found"
 
 
 class ClientClosedRequestError(CacheBackError):
@@ -54,14 +64,17 @@ class GuardedRoute(APIRoute):
             except RequestValidationError as error:
                 return error_response(_from_validation(error))
             except HTTPException as error:
-                failure = InvalidRequestError(str(error.detail))
-                failure.status = error.status_code
-                return error_response(failure)
+                return error_response(_from_http(error))
             except Exception:
-                logger.exception("unexpected error in %s %s", request.method, request.url.path)
-                return error_response(CacheBackError("internal error; the server's log has the details"))
+                return error_response(unexpected(f"{request.method} {request.url.path}"))
 
         return guarded
+
+
+def unexpected(where: str) -> CacheBackError:
+    """Log the exception that is being handled; the answer says nothing of it."""
+    logger.exception("unexpected error in %s", where)
+    return CacheBackError("internal error; the server's log has the details")
 
 
 def error_body(error: CacheBackError) -> dict[str, Any]:
@@ -80,9 +93,7 @@ async def _with_bounded_json(request: Request) -> Request:
     """Read the body under a bound before anything parses it; the same request, ready to be read again."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
-        raise InvalidRequestError(
-            f"send JSON with Content-Type: application/json, not {media_type or 'none'}"
-        )
+        raise InvalidRequestError(f"send JSON with Content-Type: application/json, not {media_type or 'none'}")
     chunks, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)
@@ -106,11 +117,36 @@ def _from_validation(error: RequestValidationError) -> InvalidRequestError:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return InvalidRequestError(f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
-    param = ""
-    for part in first["loc"][1:]:
+    param = _path(first["loc"][1:])[:_MAX_PARAM_CHARS]
+    if first["type"] == "extra_forbidden":
+        return InvalidRequestError(f"{param}: there is no such field; remove it or correct its name", param=param)
+    if first["type"] == "value_error":
+        message = first["msg"].removeprefix("Value error, ")
+        return InvalidRequestError(f"{param}: {message}" if param else message, param=param or None)
+    return InvalidRequestError(f"{param or 'the body'}: {first['msg']}", param=param or None)
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    path, before = "", None
+    for part in location:
         if isinstance(part, int):
-            param += f"[{part}]"
-        elif part not in _FORMS:
-            param += f".{part}" if param else str(part)
-    message = first["msg"].removeprefix("Value error, ")
-    return InvalidRequestError(f"{param}: {message}" if param else message, param=param or None)
+            path += f"[{part}]"
+        # pydantic names the form of a query (its tag in wire.py) behind the query's index or field.
+        elif not (part in _FORMS and location[0] == "queries" and (isinstance(before, int) or before == "query")):
+            path += f".{part}" if path else part
+        before = part
+    return path
+
+
+def _from_http(error: HTTPException) -> InvalidRequestError:
+    """FastAPI's refusals; what made its JSON reader give up says more than its own message."""
+    cause, detail = error.__cause__, str(error.detail)
+    if isinstance(cause, UnicodeDecodeError):
+        detail = f"the body is not {cause.encoding} at byte {cause.start}; send JSON in UTF-8"
+    elif isinstance(cause, RecursionError):
+        detail = "the body is nested too deeply; no request needs more than a few levels"
+    elif isinstance(cause, ValueError):
+        detail = "the body is not JSON that can be read: a number has too many digits"
+    failure = InvalidRequestError(detail)
+    failure.status = error.status_code
+    return failure

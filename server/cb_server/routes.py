@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from contextlib import aclosing
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import StreamingResponse
 
-from cb_server.guard import ClientClosedRequestError, GuardedRoute, error_body
+from cb_server.guard import ClientClosedRequestError, GuardedRoute, NoSuchEndpointError, error_body, unexpected
 from cb_server.sse import event
 from cb_sglang import wire
 from cb_sglang.errors import CacheBackError
@@ -30,9 +31,7 @@ def service_of(request: Request) -> MessageService:
 
 Service = Annotated[MessageService, Depends(service_of)]
 router = APIRouter(prefix="/v1/senders", tags=["cacheback"], route_class=GuardedRoute)
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    code: {"model": wire.ErrorResponse} for code in (400, 404, 413, 502, 503)
-}
+_ERRORS: dict[int | str, dict[str, Any]] = {code: {"model": wire.ErrorResponse} for code in (400, 404, 413, 502, 503)}
 
 
 @router.post("", response_model=wire.Sender, responses=_ERRORS)
@@ -56,14 +55,12 @@ async def get_sender(sender_id: str, service: Service) -> wire.Sender:
 @router.delete("/{sender_id}", response_model=wire.DeletedSender, responses=_ERRORS)
 async def delete_sender(sender_id: str, service: Service) -> wire.DeletedSender:
     """Forget a sender. Its KV leaves the cache when SGLang needs the room."""
-    service.senders.remove(sender_id)
+    service.forget(sender_id)
     return wire.DeletedSender(id=sender_id)
 
 
 @router.post("/{sender_id}/messages", response_model=wire.MessageList, responses=_ERRORS)
-async def make_messages(
-    sender_id: str, body: wire.MessagesRequest, request: Request, service: Service
-) -> Any:
+async def make_messages(sender_id: str, body: wire.MessagesRequest, request: Request, service: Service) -> Any:
     """One message a query: all as one list, or with ``stream`` as server-sent events while they finish."""
     made = service.messages(sender_id, body)
     if not body.stream:
@@ -73,18 +70,31 @@ async def make_messages(
     return StreamingResponse(_events(first, made), media_type="text/event-stream")
 
 
+@router.api_route("", methods=["PUT", "PATCH", "DELETE"], include_in_schema=False)
+@router.api_route("/{rest:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"], include_in_schema=False)
+async def no_such_endpoint(request: Request) -> Any:
+    """Whatever else is asked below our prefix (an id with a slash, say), refused in our error shape."""
+    raise NoSuchEndpointError(
+        f"there is no {request.method} here; there are POST and GET /v1/senders, GET and DELETE /v1/senders/{{id}}, "
+        "and POST /v1/senders/{id}/messages, with an id as POST /v1/senders returned it"
+    )
+
+
 async def _collect(made: AsyncIterator[wire.Message]) -> wire.MessageList:
     messages = [message async for message in made]
     return wire.MessageList(data=sorted(messages, key=lambda message: message.index))
 
 
-async def _events(first: wire.Message, rest: AsyncIterator[wire.Message]) -> AsyncIterator[bytes]:
-    yield event("message", first.model_dump(mode="json"))
-    try:
-        async for message in rest:
-            yield event("message", message.model_dump(mode="json"))
-    except CacheBackError as error:
-        yield event("error", error_body(error))
+async def _events(first: wire.Message, rest: AsyncGenerator[wire.Message, None]) -> AsyncIterator[bytes]:
+    async with aclosing(rest):
+        yield event("message", first.model_dump(mode="json"))
+        try:
+            async for message in rest:
+                yield event("message", message.model_dump(mode="json"))
+        except CacheBackError as error:
+            yield event("error", error_body(error))
+        except Exception:
+            yield event("error", error_body(unexpected("a message stream")))
     yield event("done", {})
 
 

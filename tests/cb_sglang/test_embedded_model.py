@@ -172,9 +172,7 @@ def test_package_without_its_part_is_named(other: Path) -> None:
         locate_parts("tiny_model")
 
 
-@pytest.mark.parametrize(
-    "text", ["", "abc  tiny.gguf", f"{'g' * 64}  tiny.gguf", f"{'a' * 64}  ../up.gguf", "é"]
-)
+@pytest.mark.parametrize("text", ["", "abc  tiny.gguf", f"{'g' * 64}  tiny.gguf", f"{'a' * 64}  ../up.gguf", "é"])
 def test_unreadable_checksums(other: Path, text: str) -> None:
     (other / "tiny_model" / "data" / "SHA256SUMS").write_text(text)
     with pytest.raises(EmbeddedModelError, match="no readable SHA256SUMS"):
@@ -236,9 +234,7 @@ def test_unknown_tensor_is_an_error() -> None:
 def test_bfloat16_rounds_as_torch_does() -> None:
     values = np.random.default_rng(1).standard_normal(20_000, dtype=np.float32)
     halfway = values[:5_000].view(np.uint32) & 0xFFFF0000 | 0x8000  # exactly between two bfloat16 numbers
-    values = np.concatenate(
-        [values * 10.0 ** np.arange(-20, 20).repeat(500), halfway.view(np.float32), [0.0, -0.0]]
-    )
+    values = np.concatenate([values * 10.0 ** np.arange(-20, 20).repeat(500), halfway.view(np.float32), [0.0, -0.0]])
     values = values.astype(np.float32)
     expected = torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy().tobytes()
     assert _bfloat16_bytes(values) == expected
@@ -285,9 +281,7 @@ def test_terms_and_notice_stay_with_the_weights(site: Path, tmp_path: Path) -> N
 # --- cache folder ---
 
 
-def test_reuse_is_fast_and_needs_no_packages(
-    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reuse_is_fast_and_needs_no_packages(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = ensure_embedded_model(tmp_path / "cache", quiet)
     stamp = (first / "model.safetensors").stat().st_mtime_ns
 
@@ -451,16 +445,12 @@ def test_stale_lock_file_blocks_nobody(site: Path, tmp_path: Path) -> None:
         pass
 
 
-def test_low_disk_space_says_how_much_is_needed(
-    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_low_disk_space_says_how_much_is_needed(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(
         cache_module.shutil, "disk_usage", lambda path: type(usage)(usage.total, usage.used, 20_000_000)
     )
-    with pytest.raises(
-        EmbeddedModelError, match=r"needs 6\d MB of free disk space .* has 20 MB.*CB_SGLANG_CACHE"
-    ):
+    with pytest.raises(EmbeddedModelError, match=r"needs 6\d MB of free disk space .* has 20 MB.*CB_SGLANG_CACHE"):
         ensure_embedded_model(tmp_path / "cache", quiet)
     assert not hidden_files(tmp_path / "cache")
 
@@ -503,9 +493,7 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize(
     ("stream", "ci", "shown"), [(Terminal, "", True), (Terminal, "1", False), (io.StringIO, "", False)]
 )
-def test_bar_is_for_terminals(
-    monkeypatch: pytest.MonkeyPatch, stream: type[io.StringIO], ci: str, shown: bool
-) -> None:
+def test_bar_is_for_terminals(monkeypatch: pytest.MonkeyPatch, stream: type[io.StringIO], ci: str, shown: bool) -> None:
     stderr = stream()
     monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setenv("CI", ci)
