@@ -82,9 +82,7 @@ class Case(_Model):
         if span.start >= span.end:
             return f"start {span.start} must be smaller than end {span.end}"
         if span.end > len(context.text):
-            return (
-                f"end {span.end} is past the end of context {context.id!r} ({len(context.text)} characters)"
-            )
+            return f"end {span.end} is past the end of context {context.id!r} ({len(context.text)} characters)"
         found = context.text[span.start : span.end]
         if span.text is not None and span.text != found:
             return (
@@ -157,9 +155,7 @@ class _Documents:
             try:
                 text = data.decode("utf-8-sig")
             except UnicodeDecodeError as error:
-                raise CaseError(
-                    f"{reference!r} is not UTF-8 (byte {error.start}); save it as UTF-8"
-                ) from error
+                raise CaseError(f"{reference!r} is not UTF-8 (byte {error.start}); save it as UTF-8") from error
             text = text.replace("\r\n", "\n").removesuffix("\n")
             if not text:
                 raise CaseError(f"{reference!r} is empty; give a document with text")
@@ -167,9 +163,7 @@ class _Documents:
         return self._texts[path]
 
     def _locate(self, reference: str) -> Path:
-        outside = CaseError(
-            f"{reference!r} lies outside the case file's directory; use a relative path in or below it"
-        )
+        outside = CaseError(f"{reference!r} lies outside the case file's directory; use a relative path in or below it")
         # Windows parsing also finds drive letters and backslashes, which must mean the same on every system.
         windows = PureWindowsPath(reference)
         if windows.drive or windows.root or "\\" in reference:

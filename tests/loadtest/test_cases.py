@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
+
 from cb_loadtest import cases as cases_module
 from cb_loadtest.cases import Case, CaseError, Context, GoldSpan, default_cases_path, load_cases
-from pydantic import ValidationError
 
 Row = dict[str, Any]
 
@@ -31,9 +32,7 @@ def row(**changes: Any) -> Row:
 
 def write(directory: Path, *rows: Row | str | bytes) -> Path:
     path = directory / "cases.jsonl"
-    lines = [
-        r if isinstance(r, bytes) else (r if isinstance(r, str) else json.dumps(r)).encode() for r in rows
-    ]
+    lines = [r if isinstance(r, bytes) else (r if isinstance(r, str) else json.dumps(r)).encode() for r in rows]
     path.write_bytes(b"\n".join(lines) + b"\n")
     return path
 
@@ -221,9 +220,7 @@ def test_line_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_import_needs_neither_torch_nor_sglang() -> None:
     code = "import sys, cb_loadtest.cases; print(sorted({'torch', 'sglang'} & set(sys.modules)))"
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout.strip() == "[]"
 
 
