@@ -13,14 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from workload import ask, batch_of, timed
+
 from cb_loadtest.cases import default_cases_path, load_cases
 from cb_sglang.embedded_model import ensure_embedded_model
-from cb_sglang.spec import ScoringSpec
 from cb_sglang.templates import WrappedQuery, wrap_query
 
 SENDER = 4_096
@@ -76,42 +75,19 @@ def workload(tokenizer: Any) -> tuple[list[int], list[WrappedQuery]]:
 
 def compare(engine: Any, sender: list[int], queries: list[WrappedQuery], m: int, rounds: int) -> tuple[float, float]:
     """Median seconds per message with scoring, and per request of the same rows without it."""
-    scored, plain = [], []
+    budget, seconds = SENDER // RATIO, {True: [], False: []}
     for number in range(rounds + 1):
-        batch = [queries[(number * m + i) % len(queries)] for i in range(m)]
-        # A leading token that differs each time keeps the unscored tails from being found in the cache.
-        inputs = [[*sender, 1_000 + number * m + i, *query.input_ids] for i, query in enumerate(batch)]
-        specs = [
-            ScoringSpec(SENDER, 1 + query.vote_start, 1 + query.vote_stop, SENDER // RATIO).to_wire() for query in batch
-        ]
-        pair = (
-            timed(lambda i=inputs, s=specs: ask(engine, i, s)) / m,
-            timed(lambda i=inputs: ask(engine, i, [None] * len(i))) / m,
-        )
-        if number:  # the first round warms up
-            scored.append(pair[0])
-            plain.append(pair[1])
-    return statistics.median(scored), statistics.median(plain)
-
-
-def ask(engine: Any, inputs: list[list[int]], specs: list[Any]) -> None:
-    params = [{"max_new_tokens": 1, "temperature": 0, "custom_params": spec} for spec in specs]
-    outputs = engine.generate(input_ids=inputs, sampling_params=params)
-    for output, spec in zip(outputs, specs, strict=True):
-        kept = output["meta_info"].get("cacheback")
-        if (spec is None) != (kept is None) or (kept and len(kept[0]["positions"]) != SENDER // RATIO):
-            raise RuntimeError(f"unexpected answer: {output['meta_info']}")
+        for scored, found in seconds.items():
+            batch = batch_of(queries, m, number)
+            elapsed = timed(lambda b=batch, s=scored: ask(engine, sender, b, budget=budget, scored=s))
+            if number:  # the first round warms up
+                found.append(elapsed / m)
+    return statistics.median(seconds[True]), statistics.median(seconds[False])
 
 
 def decode_report(engine: Any, tokenizer: Any, sender: list[int]) -> None:
     prompt = [*sender, *tokenizer.encode("\n\nSummary of the text above:", add_special_tokens=False)]
     engine.generate(input_ids=prompt, sampling_params={"max_new_tokens": SENDER // RATIO, "ignore_eos": True})
-
-
-def timed(work: Callable[[], None]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
 
 
 if __name__ == "__main__":
