@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.cb-sglang-ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup demo test check bench clean
+.PHONY: setup demo test check recall bench clean
 
 setup: $(STAMP)
 
@@ -22,13 +22,17 @@ demo: setup
 test: setup
 	$(PY) -m pytest
 
+recall: setup
+	$(PY) -m cb_loadtest.cli recall --out build/recall.json --markdown docs/recall-table.md
+
 check: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
 bench: setup
-	$(PY) bench/messages.py
+	$(PY) bench/messages.py --json build/bench-messages.json
+	$(PY) kernels/bench/end_to_end.py --json build/bench-end-to-end.json
 
 clean:
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis
