@@ -49,11 +49,23 @@ class SenderNotFoundError(CacheBackError):
 
 
 class CapacityError(CacheBackError):
-    """A bound of the server is reached; trying again later can help."""
+    """A bound of the server is reached; trying again later can help: in ``retry_after`` seconds, where it is known."""
 
     status = 503
     type = "overloaded_error"
     code = "server_overloaded"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after: float | None = None) -> None:
+        super().__init__(message, param=param)
+        self.retry_after = retry_after
+
+
+class RateLimitError(CapacityError):
+    """The tenant holds its share of the server; its own work has to finish first."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "tenant_over_share"
 
 
 class EngineError(CacheBackError):
@@ -68,3 +80,18 @@ class SeamError(CacheBackError):
     """This SGLang does not look as cb-sglang needs it; raised at start, never per request."""
 
     code = "sglang_mismatch"
+
+
+class AuthenticationError(CacheBackError):
+    """No API key, or none that this server knows."""
+
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class StoreError(CacheBackError):
+    """The file of senders cannot be opened, read or written; the message says why."""
+
+    status = 503
+    code = "store_unavailable"
