@@ -8,15 +8,11 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from cb_loadtest.figure_style import COLOURS, DPI, GREY, MARKERS, plain_log_ticks, tidy
 from cb_loadtest.recall_report import Report, selectors_of
 from cb_loadtest.recall_tables import size_name
-
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7F3C8D", "#000000")  # Okabe and Ito
-_MARKERS = "osD^vPX*<>"
-_DPI = 150
-_GREY = "#777777"
 
 
 def write_plots(report: Report, stem: Path) -> list[Path]:
@@ -33,7 +29,7 @@ def write_plots(report: Report, stem: Path) -> list[Path]:
     ):
         if figure is not None:
             path = stem.with_name(f"{stem.name}{suffix}.png")
-            figure.savefig(path, dpi=_DPI)
+            figure.savefig(path, dpi=DPI)
             written.append(path)
     return written
 
@@ -52,9 +48,9 @@ def recall_figure(report: Report, sizes: Sequence[str], label: str) -> Figure | 
     all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (title, group) in zip(all_axes, panels, strict=True):
         if default in names and default not in group:
-            _recall_line(axes, report[default], sizes, default, _GREY, "None", "--", band=False)
+            _recall_line(axes, report[default], sizes, default, GREY, "None", "--", band=False)
         for number, name in enumerate(group):
-            colour, marker = _COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)]
+            colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
             _recall_line(axes, report[name], sizes, name, colour, marker, "-", band=True)
         axes.set_title(f"Selectors that {title}", fontsize=10)
         axes.set_xlabel(label)
@@ -107,7 +103,7 @@ def answer_figure(report: Report) -> Figure | None:
     figure = Figure(figsize=(8.6, 5.2), layout="constrained")
     axes = figure.subplots()
     for number, (name, found) in enumerate(groups.items()):
-        colour, marker = _COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)]
+        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
         x, y = [row["seconds"] for row in found], [100 * row["strict"] for row in found]
         errors = None
         if all(row["strict_low"] is not None for row in found):
@@ -135,9 +131,7 @@ def answer_figure(report: Report) -> Figure | None:
     axes.set_xscale("log")
     seconds = [row["seconds"] for row in rows]
     axes.set_xlim(min(seconds) / 1.5, max(seconds) * 1.5)
-    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    plain_log_ticks(axes.xaxis)
     axes.set_xlabel("mean time from the question to the end of the answer (s)")
     axes.set_ylabel("strict accuracy (%)")
     _percent_axis(axes)
@@ -168,10 +162,7 @@ def _size_axis(axes: Axes, sizes: Sequence[str]) -> None:
 
 def _percent_axis(axes: Axes) -> None:
     axes.set_ylim(-3, 103)
-    axes.grid(True, color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    tidy(axes)
 
 
 def _number(size: str) -> float:

@@ -1,0 +1,1 @@
+"""Predictions without a server: what a model costs on a GPU, and what many agents do to many servers."""

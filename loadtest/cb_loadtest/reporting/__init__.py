@@ -1,0 +1,1 @@
+"""From the JSON of load tests to pictures and one page."""
