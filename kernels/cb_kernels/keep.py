@@ -126,25 +126,11 @@ def keep_positions(
     _check_batch(scores, lengths, budgets, max_budget, protected, excluded, span)
     rows, length = scores.shape
     device = scores.device
-    spans = -(-length // span)
-    padded = spans * span
-
-    inside = torch.arange(padded, device=device) < lengths.to(torch.int64)[:, None]
-    usable = inside if excluded is None else inside & ~_pad(excluded, padded)
-    kept = _pad(protected, padded) & usable
+    ranked = _rank_spans(scores, lengths, excluded, span)
+    values, usable, order = ranked.values, ranked.usable, ranked.order
+    spans = order.shape[1]
+    kept = _pad(protected, usable.shape[1]) & usable
     free = usable & ~kept
-
-    # Summing in float64, left to right, gives on every device the very number the plain loop gives, so that
-    # ties and near ties fall alike. Adding 0.0 turns -0.0 into 0.0, which a radix sort would rank apart.
-    values = torch.nan_to_num(scores.float(), nan=-_LARGEST, posinf=_LARGEST, neginf=-_LARGEST)
-    values = _pad(values, padded) + 0.0
-    weighed = torch.where(usable, values.double(), 0.0).view(rows, spans, span)
-    total = torch.zeros(rows, spans, dtype=torch.float64, device=device)
-    for offset in range(span):
-        total = total + weighed[:, :, offset]
-    usable_count = usable.view(rows, spans, span).sum(dim=2)
-    means = torch.where(usable_count > 0, total / usable_count.clamp_min(1), float("-inf"))
-    order = torch.sort(means + 0.0, dim=1, descending=True, stable=True).indices
 
     free_count = free.view(rows, spans, span).sum(dim=2)
     ranked_free = free_count.gather(1, order)
@@ -169,6 +155,70 @@ def keep_positions(
     index = torch.arange(length, dtype=torch.int32, device=device).expand(rows, length)
     positions = positions.scatter(1, slot, index)[:, :max_budget].contiguous()
     return KeepResult(mask=kept, positions=positions, count=count)
+
+
+@dataclass(frozen=True, slots=True)
+class _RankedSpans:
+    """``values`` and ``usable`` [M, spans * span]; ``total`` float64 and ``order``, best span first, [M, spans]."""
+
+    values: Tensor
+    usable: Tensor
+    total: Tensor
+    order: Tensor
+
+
+def _rank_spans(scores: Tensor, lengths: Tensor, excluded: Tensor | None, span: int) -> _RankedSpans:
+    rows, length = scores.shape
+    device = scores.device
+    spans = -(-length // span)
+    padded = spans * span
+
+    inside = torch.arange(padded, device=device) < lengths.to(torch.int64)[:, None]
+    usable = inside if excluded is None else inside & ~_pad(excluded, padded)
+
+    # Summing in float64, left to right, gives on every device the very number the plain loop gives, so that
+    # ties and near ties fall alike. Adding 0.0 turns -0.0 into 0.0, which a radix sort would rank apart.
+    values = torch.nan_to_num(scores.float(), nan=-_LARGEST, posinf=_LARGEST, neginf=-_LARGEST)
+    values = _pad(values, padded) + 0.0
+    weighed = torch.where(usable, values.double(), 0.0).view(rows, spans, span)
+    total = torch.zeros(rows, spans, dtype=torch.float64, device=device)
+    for offset in range(span):
+        total = total + weighed[:, :, offset]
+    usable_count = usable.view(rows, spans, span).sum(dim=2)
+    means = torch.where(usable_count > 0, total / usable_count.clamp_min(1), float("-inf"))
+    order = torch.sort(means + 0.0, dim=1, descending=True, stable=True).indices
+    return _RankedSpans(values, usable, total, order)
+
+
+def coverage_budgets(
+    scores: Tensor,
+    lengths: Tensor,
+    caps: Tensor,
+    coverage: Tensor,
+    *,
+    protected: Tensor,
+    excluded: Tensor | None = None,
+    span: int = DEFAULT_SPAN,
+) -> Tensor:
+    """The smallest budgets, int64 [M], whose spans hold the share ``coverage`` [M] (0..1) of the scores' sum.
+
+    Spans are taken whole, in the keep law's order; protected positions count. Scores below 0 hold nothing. Never more
+    than ``caps`` [M], nor fewer than the protected positions. Other arguments as in ``keep_positions``; no host sync.
+    """
+    ranked = _rank_spans(scores, lengths, excluded, span)
+    rows, spans = ranked.order.shape
+    kept = _pad(protected, ranked.usable.shape[1]) & ranked.usable
+    held = torch.where(ranked.usable, ranked.values.double().clamp_min(0.0), 0.0)
+    free_mass = torch.where(kept, 0.0, held).view(rows, spans, span).sum(dim=2).gather(1, ranked.order)
+    free_count = (ranked.usable & ~kept).view(rows, spans, span).sum(dim=2).gather(1, ranked.order)
+    always = torch.where(kept, held, 0.0).sum(dim=1, keepdim=True)
+    # Column n: what the first n spans and the protected positions hold.
+    mass = torch.cat([always, always + free_mass.cumsum(dim=1)], dim=1)
+    size = torch.nn.functional.pad(free_count.cumsum(dim=1), (1, 0)) + kept.sum(dim=1, keepdim=True)
+    # The last column is the whole sum up to rounding, so that a coverage of 1 ends there at the latest.
+    enough = mass >= coverage.double()[:, None] * mass[:, -1:]
+    wanted = size.gather(1, enough.to(torch.int8).argmax(dim=1, keepdim=True))[:, 0]
+    return torch.minimum(wanted, caps.to(torch.int64)).clamp_min(1)
 
 
 def _best_run(values: Tensor, usable: Tensor, free: Tensor, cut: Tensor, need: Tensor, span: int) -> Tensor:
