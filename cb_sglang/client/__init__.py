@@ -10,10 +10,23 @@ Nothing is retried: a failing call raises at once, and ``APIError.retry_after`` 
 from __future__ import annotations
 
 from cb_sglang.client.aio import AsyncCacheBack
-from cb_sglang.client.calls import Completion, MessageOptions
+from cb_sglang.client.calls import ChatCompletion, Completion, Hop, MessageOptions, SenderContent, SenderOptions
 from cb_sglang.client.errors import APIConnectionError, APIError, APIResponseError, APITimeoutError
 from cb_sglang.client.sync import CacheBack
-from cb_sglang.wire import ChatMessage, Message, Query, Sender
+from cb_sglang.payload import MessagePayload
+from cb_sglang.wire import (
+    Audit,
+    Capacity,
+    ChatMessage,
+    Message,
+    PrivateSpan,
+    Query,
+    ReceivedMessage,
+    Receiver,
+    SelectorOptions,
+    Sender,
+    Transfer,
+)
 
 __all__ = [
     "APIConnectionError",
@@ -21,11 +34,23 @@ __all__ = [
     "APIResponseError",
     "APITimeoutError",
     "AsyncCacheBack",
+    "Audit",
     "CacheBack",
+    "Capacity",
+    "ChatCompletion",
     "ChatMessage",
     "Completion",
+    "Hop",
     "Message",
     "MessageOptions",
+    "MessagePayload",
+    "PrivateSpan",
     "Query",
+    "ReceivedMessage",
+    "Receiver",
+    "SelectorOptions",
     "Sender",
+    "SenderContent",
+    "SenderOptions",
+    "Transfer",
 ]

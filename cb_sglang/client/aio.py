@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 import httpx
 
 from cb_sglang.client import calls
-from cb_sglang.client.calls import Call, Completion, MessageOptions, MessagesCall
+from cb_sglang.client.call import Call, StreamCall
+from cb_sglang.client.calls import (
+    AnyMessage,
+    AnyQuery,
+    AnySender,
+    ChatCompletion,
+    ChatTurn,
+    Completion,
+    Hop,
+    HopContent,
+    MessageOptions,
+    SenderContent,
+    SenderOptions,
+)
 from cb_sglang.client.errors import APIConnectionError
-from cb_sglang.client.events import MessageStream
 from cb_sglang.client.transport import (
     DEFAULT_BASE_URL,
     DEFAULT_TIMEOUT,
@@ -23,9 +35,11 @@ from cb_sglang.client.transport import (
     is_event_stream,
     no_stream,
     request_settings,
+    stream_settings,
     translated_errors,
 )
-from cb_sglang.wire import ChatMessage, DeletedSender, Message, Query, Sender
+from cb_sglang.payload import MessagePayload
+from cb_sglang.wire import Audit, Capacity, DeletedSender, Message, Sender, Transfer
 
 T = TypeVar("T")
 
@@ -56,47 +70,117 @@ class AsyncCacheBack:
     ) -> None:
         await self.aclose()
 
-    async def create_sender(
-        self,
-        *,
-        prompt: str | None = None,
-        messages: Sequence[ChatMessage | Mapping[str, str]] | None = None,
-        input_ids: Sequence[int] | None = None,
-    ) -> Sender:
+    async def create_sender(self, **options: Unpack[SenderOptions]) -> Sender:
         """Register one content (prefilled once, at the server). The same content gives the same id."""
-        return await self._run(calls.create_sender(prompt=prompt, messages=messages, input_ids=input_ids))
+        return await self._run(calls.create_sender(**options))
+
+    async def extend_sender(self, sender: AnySender, **content: Unpack[SenderContent]) -> Sender:
+        """A new sender that goes on where ``sender`` ends; what the two share is not prefilled again."""
+        return await self._run(calls.extend_sender(sender, **content))
 
     async def list_senders(self) -> list[Sender]:
         return await self._run(calls.list_senders())
 
-    async def sender(self, sender: Sender | str) -> Sender:
+    async def sender(self, sender: AnySender) -> Sender:
         """The sender as it is now. Raises SenderNotFoundError."""
         return await self._run(calls.get_sender(sender))
 
-    async def delete_sender(self, sender: Sender | str) -> DeletedSender:
+    async def delete_sender(self, sender: AnySender) -> DeletedSender:
         return await self._run(calls.delete_sender(sender))
 
+    async def audit(self, sender: AnySender) -> Audit:
+        """Which of the sender's positions went to whom, newest first."""
+        return await self._run(calls.audit(sender))
+
+    async def capacity(self) -> Capacity:
+        """The engine's load, and what a receiver that asks for everything now would be granted."""
+        return await self._run(calls.capacity())
+
     async def messages(
-        self,
-        sender: Sender | str,
-        queries: Sequence[str | Sequence[int] | Query],
-        **options: Unpack[MessageOptions],
+        self, sender: AnySender, queries: Sequence[AnyQuery], **options: Unpack[MessageOptions]
     ) -> list[Message]:
         """One message a query, in the order of the queries; all or none."""
         return await self._run(calls.create_messages(sender, queries, options))
 
+    async def message_payloads(
+        self, sender: AnySender, queries: Sequence[AnyQuery], **options: Unpack[MessageOptions]
+    ) -> list[MessagePayload]:
+        """``messages`` in the binary form: continuous rows as bytes, not as base64 in JSON; no report on the cut."""
+        return await self._run(calls.message_payloads(sender, queries, options))
+
     def stream_messages(
-        self,
-        sender: Sender | str,
-        queries: Sequence[str | Sequence[int] | Query],
-        **options: Unpack[MessageOptions],
+        self, sender: AnySender, queries: Sequence[AnyQuery], **options: Unpack[MessageOptions]
     ) -> AsyncGenerator[Message, None]:
         """``async for`` over the messages as they finish, in any order (``index`` tells whose).
 
         The first failing query raises its APIError (``error.index``) and ends the stream. To leave the loop early
         and free the connection at once, wrap the generator in ``contextlib.aclosing``.
         """
-        return self._stream(calls.create_messages(sender, queries, options, stream=True))
+        return self._stream(calls.stream_messages(sender, queries, options))
+
+    async def transfers(
+        self, senders: Sequence[AnySender], queries: Sequence[AnyQuery], **options: Unpack[MessageOptions]
+    ) -> list[Transfer]:
+        """Every sender with every query, one message a pair: the first sender's, then the next one's.
+
+        A pair that fails has its ``error`` and no ``message``; only a failure of the whole call raises.
+        """
+        return await self._run(calls.transfers(senders, queries, options))
+
+    def stream_transfers(
+        self, senders: Sequence[AnySender], queries: Sequence[AnyQuery], **options: Unpack[MessageOptions]
+    ) -> AsyncGenerator[Transfer, None]:
+        """``transfers`` as they finish, in any order (``sender`` and ``query`` tell whose)."""
+        return self._stream(calls.stream_transfers(senders, queries, options))
+
+    async def chain(self, hops: Sequence[HopContent], query: AnyQuery, **options: Unpack[MessageOptions]) -> list[Hop]:
+        """Register the hops in order, each behind the message of the one before it, and ask each with ``query``.
+
+        The last hop's message is the result. A hop that fails raises; the senders before it stay registered.
+        """
+        chained: list[Hop] = []
+        for content in calls.chain_contents(hops, query, options):
+            inherits = [chained[-1].message] if chained else None
+            sender = await self.create_sender(**content, inherits=inherits)
+            (message,) = await self.messages(sender, [query], **options)
+            chained.append(Hop(sender, message))
+        return chained
+
+    async def chat(
+        self,
+        messages: Sequence[ChatTurn],
+        *,
+        senders: Sequence[AnySender] | None = None,
+        received: Sequence[AnyMessage] | None = None,
+        query: str | None = None,
+        options: MessageOptions | None = None,
+        model: str = "default",
+        **openai_fields: Any,
+    ) -> ChatCompletion:
+        """OpenAI's chat completion, answered from messages: of ``senders``, asked for it, or ``received`` before.
+
+        ``query`` asks the senders; by default the last user turn does. ``options`` say how to cut the messages,
+        ``openai_fields`` are more of OpenAI's (``max_tokens``, ``temperature``, ...).
+        """
+        fields = {"model": model, **openai_fields}
+        source = calls.answered_from(senders, received, query, options)
+        return await self._run(calls.chat(messages, fields, source))
+
+    def stream_chat(
+        self,
+        messages: Sequence[ChatTurn],
+        *,
+        senders: Sequence[AnySender] | None = None,
+        received: Sequence[AnyMessage] | None = None,
+        query: str | None = None,
+        options: MessageOptions | None = None,
+        model: str = "default",
+        **openai_fields: Any,
+    ) -> AsyncGenerator[str, None]:
+        """``chat``, piece by piece: the pieces together are its text."""
+        fields = {"model": model, **openai_fields}
+        source = calls.answered_from(senders, received, query, options)
+        return self._stream(calls.stream_chat(messages, fields, source))
 
     async def generate(
         self,
@@ -152,17 +236,17 @@ class AsyncCacheBack:
                     builder.add(chunk)
                 return call.result(builder.answer(response))
 
-    async def _stream(self, call: MessagesCall) -> AsyncGenerator[Message, None]:
-        builder, stream = AnswerBuilder(self._limit), MessageStream(call.count, self._limit)
+    async def _stream(self, call: StreamCall[T]) -> AsyncGenerator[T, None]:
+        builder, stream = AnswerBuilder(self._limit), call.reader(self._limit)
         with translated_errors():
-            async with self._http.stream(**request_settings(call)) as response:
+            async with self._http.stream(**stream_settings(call)) as response:
                 if not is_event_stream(response):
                     async for chunk in response.aiter_bytes():
                         builder.add(chunk)
                     raise no_stream(builder.answer(response))
                 async for chunk in response.aiter_bytes():
-                    for message in stream.feed(chunk):
-                        yield message
+                    for item in stream.feed(chunk):
+                        yield item
                     if stream.done:
                         return
                 stream.end()

@@ -6,16 +6,20 @@ An answer of the server that says "error" becomes an APIError that is also the c
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from cb_sglang.errors import (
+    AuthenticationError,
     BudgetError,
     CacheBackError,
     CapacityError,
     ContextLengthError,
     EngineError,
     InvalidRequestError,
+    RateLimitError,
     SenderNotFoundError,
+    StoreError,
 )
 
 
@@ -67,6 +71,18 @@ class APICapacityError(APIError, CapacityError):
     """The server is at a bound of its own."""
 
 
+class APIRateLimitError(APIError, RateLimitError):
+    """This API key holds its share of the server already; ``retry_after`` says when to come back."""
+
+
+class APIAuthenticationError(APIError, AuthenticationError):
+    """The server wants an API key, or does not know this one."""
+
+
+class APIStoreError(APIError, StoreError):
+    """The server's file of senders cannot be read or written."""
+
+
 class APIEngineError(APIError, EngineError):
     """SGLang failed behind the server."""
 
@@ -99,13 +115,17 @@ _BY_CODE: dict[str, type[APIError]] = {
     ContextLengthError.code: APIContextLengthError,
     SenderNotFoundError.code: APISenderNotFoundError,
     CapacityError.code: APICapacityError,
+    RateLimitError.code: APIRateLimitError,
+    AuthenticationError.code: APIAuthenticationError,
+    StoreError.code: APIStoreError,
     EngineError.code: APIEngineError,
 }
 _BY_STATUS: dict[int, type[APIError]] = {
     400: APIInvalidRequestError,
+    401: APIAuthenticationError,
     413: APIInvalidRequestError,
     422: APIInvalidRequestError,
-    429: APICapacityError,
+    429: APIRateLimitError,
     503: APICapacityError,
 }
 
@@ -116,11 +136,14 @@ def api_error(
     """The error that ``body``, the parsed JSON of an error answer, speaks of; it need not be well formed.
 
     Read are our nested shape, SGLang's flat one (``{"object": "error", "message": ...}``) and a bare string.
-    Without a ``status`` (an event of a stream) the status is the one that the error's code stands for.
+    Without a ``status`` (an event of a stream) the status is the one that the error's code stands for; SGLang's codes
+    are statuses.
     """
     inner = body.get("error", body) if isinstance(body, dict) else body
     fields = inner if isinstance(inner, dict) else {"message": inner}
     code = _string(fields.get("code"))
+    if status is None and code is not None and re.fullmatch(r"[45][0-9]{2}", code):
+        status = int(code)
     cls = _BY_CODE.get(code or "") or _BY_STATUS.get(status or 0, APIError)
     message = _string(fields.get("message")) or f"the server answered with HTTP status {status or cls.status}"
     return cls(

@@ -1,4 +1,4 @@
-"""Reading a stream of messages: server-sent events out of bytes, and Messages out of events.
+"""Reading streams: server-sent events out of bytes, and messages, transfers or text out of events.
 
 The format is that of the HTML standard's "server-sent events", as far as servers use it: fields ``event`` and
 ``data``, lines ending in LF or CRLF, lines starting with a colon ignored.
@@ -6,15 +6,16 @@ The format is that of the HTML standard's "server-sent events", as far as server
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, model_validator
 
-from cb_sglang.client.calls import parse
-from cb_sglang.client.errors import APIConnectionError, APIResponseError, api_error
-from cb_sglang.wire import Message
+from cb_sglang.client.call import parse
+from cb_sglang.client.errors import APIConnectionError, APIError, APIResponseError, api_error
+
+M = TypeVar("M", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,44 +72,107 @@ class EventParser:
         )
 
 
+class ItemStream(Generic[M]):
+    """The items of one stream, each awaited once, out of its bytes.
+
+    ``kind`` is their event's name, ``key`` tells an item apart from the others, ``awaited`` are all keys.
+    """
+
+    def __init__(
+        self, kind: str, model: type[M], key: Callable[[M], Hashable], awaited: Iterable[Hashable], limit: int
+    ) -> None:
+        self._kind, self._model, self._key = kind, model, key
+        self._open = dict.fromkeys(awaited)
+        self._parser = EventParser(limit)
+        self.done = False
+
+    def feed(self, chunk: bytes) -> Iterator[M]:
+        for event in self._parser.feed(chunk):
+            if event.name == self._kind:
+                yield self._item(event.data)
+            elif event.name == "error":
+                raise _failure(event.data)
+            elif event.name == "done":
+                if self._open:
+                    raise APIResponseError(f"the stream ended without {self._kind}s {list(self._open)}")
+                self.done = True
+                return
+
+    def end(self) -> None:
+        _check_done(self.done)
+
+    def _item(self, data: bytes) -> M:
+        item = parse(self._model, data)
+        key = self._key(item)
+        if key not in self._open:
+            raise APIResponseError(f"the stream brought a {self._kind} {key} that was not awaited")
+        del self._open[key]
+        return item
+
+
+class ChatStream:
+    """The text of an OpenAI chat stream: unnamed events with chunks, then ``[DONE]``. ``limit`` bytes in all."""
+
+    def __init__(self, limit: int) -> None:
+        self._parser = EventParser(limit)
+        self._limit = limit
+        self._size = 0
+        self.done = False
+
+    def feed(self, chunk: bytes) -> Iterator[str]:
+        self._size += len(chunk)
+        if self._size > self._limit:
+            raise APIResponseError(
+                f"the stream exceeds {self._limit} bytes; raise max_response_bytes", code="response_too_large"
+            )
+        for event in self._parser.feed(chunk):
+            if event.name == "error":
+                raise _failure(event.data)
+            if event.name != "message":
+                continue  # SGLang's extensions
+            if event.data == b"[DONE]":
+                self.done = True
+                return
+            part = parse(_ChatChunk, event.data)
+            if part.choices is None:
+                raise api_error({"error": part.error})
+            yield from (choice.delta.content for choice in part.choices if choice.delta.content)
+
+    def end(self) -> None:
+        _check_done(self.done)
+
+
 class _ErrorEvent(BaseModel):
     error: dict[str, Any]
     index: int | None = None
 
 
-class MessageStream:
-    """The messages of ``count`` queries out of the bytes of one stream. ``done`` after the closing event."""
+class _Delta(BaseModel):
+    content: str | None = None
 
-    def __init__(self, count: int, limit: int) -> None:
-        self._parser = EventParser(limit)
-        self._open = set(range(count))
-        self.done = False
 
-    def feed(self, chunk: bytes) -> Iterator[Message]:
-        """The messages that ``chunk`` completes.
+class _ChunkChoice(BaseModel):
+    delta: _Delta
 
-        Raises APIError for an error event, APIResponseError for one that has no business here.
-        """
-        for event in self._parser.feed(chunk):
-            if event.name == "message":
-                yield self._message(event.data)
-            elif event.name == "error":
-                failed = parse(_ErrorEvent, event.data)
-                raise api_error({"error": failed.error}, index=failed.index)
-            elif event.name == "done":
-                if self._open:
-                    raise APIResponseError(f"the stream ended without messages {sorted(self._open)}")
-                self.done = True
-                return
 
-    def end(self) -> None:
-        """To be called at the end of the bytes. Raises APIConnectionError unless the stream was complete."""
-        if not self.done:
-            raise APIConnectionError("the stream broke off before its end; ask again")
+class _ChatChunk(BaseModel):
+    """SGLang reports an error after the first chunk as a chunk of its own."""
 
-    def _message(self, data: bytes) -> Message:
-        message = parse(Message, data)
-        if message.index not in self._open:
-            raise APIResponseError(f"the stream brought a message {message.index} that was not awaited")
-        self._open.remove(message.index)
-        return message
+    choices: list[_ChunkChoice] | None = None
+    error: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> _ChatChunk:
+        if (self.choices is None) == (self.error is None):
+            raise ValueError("it needs choices, or an error")
+        return self
+
+
+def _failure(data: bytes) -> APIError:
+    failed = parse(_ErrorEvent, data)
+    return api_error({"error": failed.error}, index=failed.index)
+
+
+def _check_done(done: bool) -> None:
+    if not done:
+        raise APIConnectionError("the stream broke off before its end; ask again")

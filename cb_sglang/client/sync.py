@@ -1,18 +1,30 @@
-"""The blocking client. Its methods only carry the calls of ``calls.py`` over the wire."""
+"""The blocking client. Its methods only carry the requests of ``calls`` over the wire."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 import httpx
 
 from cb_sglang.client import calls
-from cb_sglang.client.calls import Call, Completion, MessageOptions, MessagesCall
+from cb_sglang.client.call import Call, StreamCall
+from cb_sglang.client.calls import (
+    AnyMessage,
+    AnyQuery,
+    AnySender,
+    ChatCompletion,
+    ChatTurn,
+    Completion,
+    Hop,
+    HopContent,
+    MessageOptions,
+    SenderContent,
+    SenderOptions,
+)
 from cb_sglang.client.errors import APIConnectionError
-from cb_sglang.client.events import MessageStream
 from cb_sglang.client.transport import (
     DEFAULT_BASE_URL,
     DEFAULT_TIMEOUT,
@@ -23,9 +35,11 @@ from cb_sglang.client.transport import (
     is_event_stream,
     no_stream,
     request_settings,
+    stream_settings,
     translated_errors,
 )
-from cb_sglang.wire import ChatMessage, DeletedSender, Message, Query, Sender
+from cb_sglang.payload import MessagePayload
+from cb_sglang.wire import Audit, Capacity, DeletedSender, Message, Sender, Transfer
 
 T = TypeVar("T")
 
@@ -66,47 +80,117 @@ class CacheBack:
     ) -> None:
         self.close()
 
-    def create_sender(
-        self,
-        *,
-        prompt: str | None = None,
-        messages: Sequence[ChatMessage | Mapping[str, str]] | None = None,
-        input_ids: Sequence[int] | None = None,
-    ) -> Sender:
+    def create_sender(self, **options: Unpack[SenderOptions]) -> Sender:
         """Register one content (prefilled once, at the server). The same content gives the same id."""
-        return self._run(calls.create_sender(prompt=prompt, messages=messages, input_ids=input_ids))
+        return self._run(calls.create_sender(**options))
+
+    def extend_sender(self, sender: AnySender, **content: Unpack[SenderContent]) -> Sender:
+        """A new sender that goes on where ``sender`` ends; what the two share is not prefilled again."""
+        return self._run(calls.extend_sender(sender, **content))
 
     def list_senders(self) -> list[Sender]:
         return self._run(calls.list_senders())
 
-    def sender(self, sender: Sender | str) -> Sender:
+    def sender(self, sender: AnySender) -> Sender:
         """The sender as it is now. Raises SenderNotFoundError."""
         return self._run(calls.get_sender(sender))
 
-    def delete_sender(self, sender: Sender | str) -> DeletedSender:
+    def delete_sender(self, sender: AnySender) -> DeletedSender:
         return self._run(calls.delete_sender(sender))
 
+    def audit(self, sender: AnySender) -> Audit:
+        """Which of the sender's positions went to whom, newest first."""
+        return self._run(calls.audit(sender))
+
+    def capacity(self) -> Capacity:
+        """The engine's load, and what a receiver that asks for everything now would be granted."""
+        return self._run(calls.capacity())
+
     def messages(
-        self,
-        sender: Sender | str,
-        queries: Sequence[str | Sequence[int] | Query],
-        **options: Unpack[MessageOptions],
+        self, sender: AnySender, queries: Sequence[AnyQuery], **options: Unpack[MessageOptions]
     ) -> list[Message]:
         """One message a query, in the order of the queries; all or none."""
         return self._run(calls.create_messages(sender, queries, options))
 
+    def message_payloads(
+        self, sender: AnySender, queries: Sequence[AnyQuery], **options: Unpack[MessageOptions]
+    ) -> list[MessagePayload]:
+        """``messages`` in the binary form: continuous rows as bytes, not as base64 in JSON; no report on the cut."""
+        return self._run(calls.message_payloads(sender, queries, options))
+
     def stream_messages(
-        self,
-        sender: Sender | str,
-        queries: Sequence[str | Sequence[int] | Query],
-        **options: Unpack[MessageOptions],
+        self, sender: AnySender, queries: Sequence[AnyQuery], **options: Unpack[MessageOptions]
     ) -> Generator[Message, None, None]:
         """The messages as they finish, in any order (``index`` tells whose).
 
         The first failing query raises its APIError (``error.index``) and ends the stream. Leaving the loop early
         and closing the generator closes the connection.
         """
-        return self._stream(calls.create_messages(sender, queries, options, stream=True))
+        return self._stream(calls.stream_messages(sender, queries, options))
+
+    def transfers(
+        self, senders: Sequence[AnySender], queries: Sequence[AnyQuery], **options: Unpack[MessageOptions]
+    ) -> list[Transfer]:
+        """Every sender with every query, one message a pair: the first sender's, then the next one's.
+
+        A pair that fails has its ``error`` and no ``message``; only a failure of the whole call raises.
+        """
+        return self._run(calls.transfers(senders, queries, options))
+
+    def stream_transfers(
+        self, senders: Sequence[AnySender], queries: Sequence[AnyQuery], **options: Unpack[MessageOptions]
+    ) -> Generator[Transfer, None, None]:
+        """``transfers`` as they finish, in any order (``sender`` and ``query`` tell whose)."""
+        return self._stream(calls.stream_transfers(senders, queries, options))
+
+    def chain(self, hops: Sequence[HopContent], query: AnyQuery, **options: Unpack[MessageOptions]) -> list[Hop]:
+        """Register the hops in order, each behind the message of the one before it, and ask each with ``query``.
+
+        The last hop's message is the result. A hop that fails raises; the senders before it stay registered.
+        """
+        chained: list[Hop] = []
+        for content in calls.chain_contents(hops, query, options):
+            inherits = [chained[-1].message] if chained else None
+            sender = self.create_sender(**content, inherits=inherits)
+            (message,) = self.messages(sender, [query], **options)
+            chained.append(Hop(sender, message))
+        return chained
+
+    def chat(
+        self,
+        messages: Sequence[ChatTurn],
+        *,
+        senders: Sequence[AnySender] | None = None,
+        received: Sequence[AnyMessage] | None = None,
+        query: str | None = None,
+        options: MessageOptions | None = None,
+        model: str = "default",
+        **openai_fields: Any,
+    ) -> ChatCompletion:
+        """OpenAI's chat completion, answered from messages: of ``senders``, asked for it, or ``received`` before.
+
+        ``query`` asks the senders; by default the last user turn does. ``options`` say how to cut the messages,
+        ``openai_fields`` are more of OpenAI's (``max_tokens``, ``temperature``, ...).
+        """
+        fields = {"model": model, **openai_fields}
+        source = calls.answered_from(senders, received, query, options)
+        return self._run(calls.chat(messages, fields, source))
+
+    def stream_chat(
+        self,
+        messages: Sequence[ChatTurn],
+        *,
+        senders: Sequence[AnySender] | None = None,
+        received: Sequence[AnyMessage] | None = None,
+        query: str | None = None,
+        options: MessageOptions | None = None,
+        model: str = "default",
+        **openai_fields: Any,
+    ) -> Generator[str, None, None]:
+        """``chat``, piece by piece: the pieces together are its text."""
+        fields = {"model": model, **openai_fields}
+        source = calls.answered_from(senders, received, query, options)
+        return self._stream(calls.stream_chat(messages, fields, source))
 
     def generate(
         self,
@@ -161,9 +245,9 @@ class CacheBack:
                 builder.add(chunk)
             return call.result(builder.answer(response))
 
-    def _stream(self, call: MessagesCall) -> Generator[Message, None, None]:
-        builder, stream = AnswerBuilder(self._limit), MessageStream(call.count, self._limit)
-        with translated_errors(), self._http.stream(**request_settings(call)) as response:
+    def _stream(self, call: StreamCall[T]) -> Generator[T, None, None]:
+        builder, stream = AnswerBuilder(self._limit), call.reader(self._limit)
+        with translated_errors(), self._http.stream(**stream_settings(call)) as response:
             if not is_event_stream(response):
                 for chunk in response.iter_bytes():
                     builder.add(chunk)

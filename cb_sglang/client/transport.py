@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from cb_sglang import __version__
-from cb_sglang.client.calls import Answer, Call, error_of
+from cb_sglang.client.call import Answer, Call, StreamCall, error_of
 from cb_sglang.client.errors import APIConnectionError, APIResponseError, APITimeoutError
 from cb_sglang.errors import CacheBackError, InvalidRequestError
 
@@ -20,6 +20,7 @@ MAX_RESPONSE_BYTES = 256 << 20
 _CONNECT_SECONDS = 10.0
 _PROBE_SECONDS = 30.0  # SGLang's health check itself takes at least one second, more under load
 _PROBE_PAUSE = 0.5
+_JSON = "application/json"
 
 
 def http_settings(base_url: str, api_key: str | None, timeout: float | None) -> dict[str, Any]:
@@ -44,12 +45,20 @@ def http_settings(base_url: str, api_key: str | None, timeout: float | None) -> 
 
 def request_settings(call: Call[Any], timeout: float | None = None) -> dict[str, Any]:
     """Arguments for ``stream()`` of both httpx clients; ``timeout`` seconds override the client's."""
-    settings: dict[str, Any] = {"method": call.method, "url": call.path}
+    settings: dict[str, Any] = {"method": call.method, "url": call.path, "headers": {}}
+    if call.media_type is not None:
+        settings["headers"]["Accept"] = call.media_type
     if call.body is not None:
-        settings |= {"content": call.body, "headers": {"Content-Type": "application/json"}}
+        settings["content"] = call.body
+        settings["headers"]["Content-Type"] = _JSON
     if timeout is not None:
         settings["timeout"] = timeout
     return settings
+
+
+def stream_settings(call: StreamCall[Any]) -> dict[str, Any]:
+    """The same for a call that is answered by a stream."""
+    return {"method": "POST", "url": call.path, "content": call.body, "headers": {"Content-Type": _JSON}}
 
 
 @contextmanager
@@ -89,6 +98,7 @@ class AnswerBuilder:
             body=bytes(self._body),
             seconds=time.perf_counter() - self._started,
             retry_after=_seconds(response.headers.get("Retry-After")),
+            headers=response.headers,
         )
 
 

@@ -7,11 +7,12 @@ import json
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
+from client_answers import KINDS, SENDER, answering, event, message, refuse, streaming, use
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -32,86 +33,18 @@ from cb_sglang.client import (
 from cb_sglang.client.errors import api_error
 from cb_sglang.client.events import Event, EventParser
 from cb_sglang.errors import (
+    AuthenticationError,
     BudgetError,
     CacheBackError,
     CapacityError,
     ContextLengthError,
     EngineError,
     InvalidRequestError,
+    RateLimitError,
     SenderNotFoundError,
+    StoreError,
 )
 from cb_sglang.wire import ErrorBody, ErrorResponse, MessagesRequest, SenderRequest
-
-Handler = Callable[[httpx.Request], httpx.Response]
-KINDS = ("sync", "async")
-
-SENDER = {
-    "object": "sender",
-    "id": "snd_1",
-    "positions": 64,
-    "cached_positions": 0,
-    "fingerprint": "f0",
-    "created": 1.5,
-}
-
-
-def message(index: int, **changes: Any) -> dict[str, Any]:
-    return {
-        "object": "message",
-        "id": f"msg_{index}",
-        "sender": "snd_1",
-        "index": index,
-        "encoding": "token_ids",
-        "selector": "cacheback",
-        "sender_positions": 64,
-        "query_positions": 9,
-        "voting_positions": 4,
-        "cached_positions": 64,
-        "budget": {"ratio": 8.0, "positions": 8},
-        "positions": list(range(8)),
-        "spans": [[0, 8]],
-        "token_ids": list(range(100, 108)),
-        "timings": {"engine_seconds": 0.1, "total_seconds": 0.2},
-    } | changes
-
-
-def event(name: str, data: Any) -> bytes:
-    text = data if isinstance(data, str) else json.dumps(data)
-    return f"event: {name}\ndata: {text}\n\n".encode()
-
-
-def use(kind: str, handler: Handler, name: str, *args: Any, **kwargs: Any) -> Any:
-    """What the method ``name`` of a client over ``handler`` returns; a stream as a list."""
-    settings = kwargs.pop("settings", {})
-    transport = httpx.MockTransport(handler)
-    if kind == "sync":
-        with CacheBack("http://test", transport=transport, **settings) as client:
-            result = getattr(client, name)(*args, **kwargs)
-            return list(result) if name == "stream_messages" else result
-
-    async def run() -> Any:
-        async with AsyncCacheBack("http://test", transport=transport, **settings) as client:
-            result = getattr(client, name)(*args, **kwargs)
-            if name == "stream_messages":
-                return [message async for message in result]
-            return await result
-
-    return asyncio.run(run())
-
-
-def answering(status: int, content: Any, **headers: str) -> Handler:
-    body = content if isinstance(content, bytes) else json.dumps(content).encode()
-    named = {key.replace("_", "-"): value for key, value in headers.items()}
-    return lambda request: httpx.Response(status, content=body, headers=named)
-
-
-def streaming(*events: bytes) -> Handler:
-    return answering(200, b"".join(events), Content_Type="text/event-stream; charset=utf-8")
-
-
-def refuse(request: httpx.Request) -> httpx.Response:
-    raise AssertionError("nothing may be sent")
-
 
 # --- requests
 
@@ -347,7 +280,18 @@ def test_answer_larger_than_the_bound(kind: str, status: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "cls", [InvalidRequestError, BudgetError, ContextLengthError, SenderNotFoundError, CapacityError, EngineError]
+    "cls",
+    [
+        InvalidRequestError,
+        BudgetError,
+        ContextLengthError,
+        SenderNotFoundError,
+        CapacityError,
+        RateLimitError,
+        AuthenticationError,
+        EngineError,
+        StoreError,
+    ],
 )
 def test_server_errors_keep_their_class(kind: str, cls: type[CacheBackError]) -> None:
     body = ErrorResponse(error=ErrorBody(message="Change it.", type=cls.type, param="ratio", code=cls.code))
@@ -367,7 +311,7 @@ def test_server_errors_keep_their_class(kind: str, cls: type[CacheBackError]) ->
     [
         (418, b"<html>", APIError, "the server answered with HTTP status 418", "internal_error"),
         (502, b"", APIError, "the server answered with HTTP status 502", "internal_error"),
-        (401, b'{"error": "Unauthorized"}', APIError, "Unauthorized", "internal_error"),
+        (401, b'{"error": "Unauthorized"}', AuthenticationError, "Unauthorized", "invalid_api_key"),
         (400, b'{"error": {"message": "Too long."}}', InvalidRequestError, "Too long.", "invalid_value"),
         (
             400,
@@ -377,7 +321,8 @@ def test_server_errors_keep_their_class(kind: str, cls: type[CacheBackError]) ->
             "400",
         ),
         (404, b'{"detail": "Not Found"}', APIError, "the server answered with HTTP status 404", "internal_error"),
-        (429, b"{}", CapacityError, "the server answered with HTTP status 429", "server_overloaded"),
+        (429, b"{}", RateLimitError, "the server answered with HTTP status 429", "tenant_over_share"),
+        (503, b"{}", CapacityError, "the server answered with HTTP status 503", "server_overloaded"),
         (500, b'{"error": {"message": ["x"], "type": 1, "code": true}}', APIError, "HTTP status 500", "internal_error"),
         (500, b"[" * 100_000, APIError, "HTTP status 500", "internal_error"),
         (307, b"", APIError, "HTTP status 307", "internal_error"),
@@ -385,7 +330,7 @@ def test_server_errors_keep_their_class(kind: str, cls: type[CacheBackError]) ->
     ],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_errors_of_others(kind: str, status: int, body: bytes, cls: type[APIError], said: str, code: str) -> None:
+def test_errors_of_others(kind: str, status: int, body: bytes, cls: type[CacheBackError], said: str, code: str) -> None:
     with pytest.raises(cls) as caught:
         use(kind, answering(status, body, Location="http://elsewhere/"), "list_senders")
     assert isinstance(caught.value, APIError)
