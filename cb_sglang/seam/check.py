@@ -18,8 +18,12 @@ _SRT = "sglang.srt"
 FUNCTIONS: dict[str, tuple[str, ...]] = {
     "plugins.hook_registry.HookRegistry.register": ("target", "hook", "hook_type"),
     "managers.schedule_batch.Req._compute_max_prefix_len": ("self", "input_len"),
+    "managers.schedule_batch.Req.init_next_round_input": ("self", "tree_cache", "cow_mamba"),
     "mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint": ("self", "req", "up_to", "kwargs"),
     "mem_cache.unified_radix_cache.UnifiedRadixCache.supports_mamba": ("self",),
+    "mem_cache.unified_radix_cache.UnifiedRadixCache.reset": ("self",),
+    "mem_cache.unified_radix_cache.UnifiedRadixCache.lock": ("self", "node_id"),
+    "mem_cache.unified_radix_cache.UnifiedRadixCache.unlock": ("self", "lock"),
     "model_executor.forward_batch_info.ForwardBatch.init_new": ("batch", "model_runner"),
     "model_executor.forward_batch_info.ForwardMode.is_extend_without_speculative": ("self",),
     "model_executor.model_runner.ModelRunner.forward": ("self", "forward_batch"),
@@ -27,6 +31,7 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
     "model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_run_graph": ("self", "forward_batch"),
     "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
     "._maybe_collect_customized_info": ("self", "i", "req", "logits_output"),
+    "managers.scheduler.Scheduler.get_init_info": ("self",),
     "layers.attention.attention_registry.register_attention_backend": ("name",),
     "layers.attention.torch_native_backend.TorchNativeAttnBackend.init_forward_metadata": ("self", "forward_batch"),
     "layers.attention.torch_native_backend.TorchNativeAttnBackend.forward_extend": (
@@ -35,6 +40,9 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
     "managers.tokenizer_manager.TokenizerManager.generate_request": ("self", "obj", "request"),
     "managers.tokenizer_manager.TokenizerManager.config_value": ("self",),
     "entrypoints.http_server.launch_server": ("server_args",),
+    "entrypoints.http_server._setup_and_run_http_server": (
+        "server_args", "tokenizer_manager", "template_manager", "port_args", "scheduler_infos",
+    ),
 }  # fmt: skip
 
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
@@ -45,17 +53,29 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "last_node",
         "customized_info",
         "kv",
+        "lock",
+        "positional_embed_overrides",
+        "skip_radix_cache_insert",
+        "extra_key",
     ),
     "model_executor.forward_batch_info.ForwardBatch": ("req_pool_indices", "seq_lens", "extend_seq_lens_cpu"),
     "model_executor.model_runner.ModelRunner": ("req_to_token_pool", "token_to_kv_pool", "use_mla_backend"),
-    "managers.io_struct.GenerateReqInput": ("input_ids", "sampling_params", "rid", "stream", "extra_key"),
+    "managers.io_struct.GenerateReqInput": (
+        "input_ids",
+        "sampling_params",
+        "rid",
+        "stream",
+        "extra_key",
+        "positional_embed_overrides",
+    ),
+    "managers.embed_types.PositionalEmbeds": ("embeds", "positions"),
 }
 
 
 def check_seams() -> None:
     """Raise SeamError naming every seam that does not fit, the SGLang version wanted and the one found."""
-    problems = [p for p in map(_function_problem, FUNCTIONS, FUNCTIONS.values()) if p]
-    problems += [p for p in map(_attribute_problem, ATTRIBUTES, ATTRIBUTES.values()) if p]
+    problems = [p for p in map(function_problem, FUNCTIONS, FUNCTIONS.values()) if p]
+    problems += [p for p in map(attribute_problem, ATTRIBUTES, ATTRIBUTES.values()) if p]
     if problems:
         raise SeamError(
             f"cb-sglang needs sglang=={SGLANG_VERSION}, found {version('sglang')}; these places differ: "
@@ -64,7 +84,7 @@ def check_seams() -> None:
         )
 
 
-def _function_problem(target: str, wanted: tuple[str, ...]) -> str | None:
+def function_problem(target: str, wanted: tuple[str, ...]) -> str | None:
     try:
         function = pkgutil.resolve_name(f"{_SRT}.{target}")
     except (ImportError, AttributeError):
@@ -75,7 +95,7 @@ def _function_problem(target: str, wanted: tuple[str, ...]) -> str | None:
     return None if found[: len(wanted)] == wanted else f"{target} takes {found}, not {wanted}"
 
 
-def _attribute_problem(target: str, wanted: tuple[str, ...]) -> str | None:
+def attribute_problem(target: str, wanted: tuple[str, ...]) -> str | None:
     try:
         cls = pkgutil.resolve_name(f"{_SRT}.{target}")
     except (ImportError, AttributeError):

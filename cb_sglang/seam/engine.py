@@ -1,24 +1,55 @@
-"""SGLang's engine as the HTTP process sees it: the TokenizerManager, behind three calls.
+"""SGLang's engine as the HTTP process sees it: the TokenizerManager, behind a few calls.
 
-``prefill`` puts a sender into the radix cache; ``score`` runs queries over senders in one batch; ``encode`` and
-``decode`` use SGLang's tokenizer on a thread of their own, off the event loop.
+``prefill`` puts a sender into the radix cache; ``score`` runs queries over senders in one batch; ``latent_rows`` rolls
+a sender on; ``tokenizing`` uses SGLang's tokenizer on a thread of its own, off the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 from cb_sglang.errors import ContextLengthError, EngineError, InvalidRequestError
-from cb_sglang.spec import WIRE_KEY, ScoringSpec, StatisticSpec
+from cb_sglang.rows import PLACEHOLDER_ID, RowDtype, Rows, joined
+from cb_sglang.seam import pins
+from cb_sglang.seam.fingerprints import model_fingerprint, tokenizer_fingerprint
+from cb_sglang.spec import (
+    CACHEABLE_ROWS_KEY,
+    WIRE_KEY,
+    EmbeddingSpec,
+    LatentSpec,
+    PinSpec,
+    ScoringSpec,
+    Spec,
+    StatisticSpec,
+)
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """A sequence as the engine takes it.
+
+    rows:      input embeddings that replace those of some of the tokens.
+    namespace: SGLang's ``extra_key``: requests share cached KV only within one. A sequence with rows needs one that
+               stands for its rows, because the token ids do not tell them.
+    rank:      the data-parallel rank whose cache is to be used, where there are several.
+    """
+
+    input_ids: list[int]
+    rows: Rows | None = None
+    namespace: str | None = None
+    rank: int | None = None
+
+    def followed_by(self, input_ids: list[int]) -> Context:
+        """This sequence and more tokens."""
+        return replace(self, input_ids=[*self.input_ids, *input_ids])
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +63,16 @@ class Scored:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """SGLang's own count of its KV pool, in positions, and of its requests."""
+
+    pool_positions: int
+    used_positions: int
+    running_requests: int
+    waiting_requests: int
+
+
 class Engine:
     """One running SGLang engine. Make it with ``Engine.of_this_process`` after SGLang's HTTP server has started."""
 
@@ -41,7 +82,16 @@ class Engine:
         config = tokenizer_manager.model_config
         self.max_input = min(max_input, pool_positions - 1)
         """Longest request in positions, sender and query together."""
+        self.pool_positions = pool_positions
+        self.context_length: int = config.context_len
         self.vocab_size: int = config.vocab_size
+        self.hidden_size: int = config.hidden_size
+        self.row_dtype: RowDtype = str(config.dtype).removeprefix("torch.")  # type: ignore[assignment]
+        item = config.dtype.itemsize
+        self.embedding_bytes: int = config.hidden_size * item
+        """Bytes of one input embedding."""
+        self.kv_bytes: int = 2 * config.num_attention_layers * config.get_total_num_kv_heads() * config.head_dim * item
+        """Bytes of one position's full KV over all layers, as a cache in the model's dtype holds it."""
 
     @classmethod
     def of_this_process(cls) -> Engine:
@@ -58,11 +108,13 @@ class Engine:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of what the KV of a token depends on: the model's path, config and present weight version."""
-        manager = self._manager
-        config = manager.model_config.hf_config.to_json_string()
-        facts = [manager.model_path, manager.config_value("weight_version"), config]
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        """Hash of what the KV of a token depends on (seam/fingerprints.py)."""
+        return model_fingerprint(self._manager)
+
+    @cached_property
+    def tokenizer_fingerprint(self) -> str:
+        """Hash of the tokenizer: equal where the same ids mean the same text."""
+        return tokenizer_fingerprint(self.tokenizer)
 
     @property
     def tokenizer(self) -> Any:
@@ -71,23 +123,47 @@ class Engine:
             raise InvalidRequestError("this server runs without a tokenizer; send token ids")
         return self._manager.tokenizer
 
+    @property
+    def page_size(self) -> int:
+        """Positions a page of the KV pool; the cache holds whole pages."""
+        return int(self._manager.server_args.page_size or 1)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether SGLang is on its way out (SIGTERM): what runs is finished, nothing new is taken."""
+        return bool(self._manager.gracefully_exit)
+
+    @property
+    def ranks(self) -> int:
+        """Data-parallel ranks, each with a cache of its own."""
+        return int(self._manager.server_args.dp_size)
+
     async def tokenizing(self, function: Callable[..., T], *args: Any) -> T:
         """Run a tokenizer call off the event loop. One thread, since fast tokenizers are not re-entrant."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *args)
 
-    async def prefill(self, input_ids: list[int]) -> int:
-        """Compute the KV of these tokens and leave it in the radix cache. How many positions were there already."""
-        async for out in self._generate([input_ids], [{"max_new_tokens": 0}]):
+    async def load(self) -> EngineLoad:
+        """The present load over all data-parallel ranks; SGLang keeps it in shared memory."""
+        loads = await self._manager.get_loads()
+        return EngineLoad(
+            pool_positions=self.pool_positions * max(1, len(loads)),
+            used_positions=sum(load.num_used_tokens for load in loads),
+            running_requests=sum(load.num_running_reqs for load in loads),
+            waiting_requests=sum(load.num_waiting_reqs for load in loads),
+        )
+
+    async def prefill(self, context: Context) -> int:
+        """Compute the KV of a sequence and leave it in the radix cache. How many positions were there already."""
+        async for out in self._generate([context], [{"max_new_tokens": 0}]):
             return int(out["meta_info"]["cached_tokens"])
         raise EngineError("SGLang ended a prefill without an answer")
 
-    async def score(self, requests: Sequence[tuple[list[int], ScoringSpec]]) -> AsyncGenerator[Scored, None]:
-        """Run scoring passes, ``(sender + query ids, spec)`` each, as one batch; yields as they finish.
+    async def score(self, requests: Sequence[tuple[Context, ScoringSpec]]) -> AsyncGenerator[Scored, None]:
+        """Run scoring passes over sender + query, each with its spec, as one batch; yields as they finish.
 
         Leaving the iterator early aborts what is still running. Raises EngineError.
         """
-        params = [_params(spec) for _, spec in requests]
-        async for out in self._generate([ids for ids, _ in requests], params):
+        async for out in self._ask(requests):
             meta, index, result = out["meta_info"], out["index"], _result(out)
             yield Scored(
                 index=index,
@@ -97,29 +173,70 @@ class Engine:
                 seconds=float(meta["e2e_latency"]),
             )
 
-    async def measure(self, requests: Sequence[tuple[list[int], StatisticSpec]]) -> AsyncGenerator[list[float], None]:
-        """Run measurements of senders, ``(ids, spec)`` each: one float a sender position, in no set order.
-
-        Raises EngineError.
-        """
-        params = [_params(spec) for _, spec in requests]
-        async for out in self._generate([ids for ids, _ in requests], params):
+    async def measure(self, requests: Sequence[tuple[Context, StatisticSpec]]) -> AsyncGenerator[list[float], None]:
+        """Run measurements of senders: one float a sender position, in no set order. Raises EngineError."""
+        async for out in self._ask(requests):
             yield _result(out)["scores"]
 
+    async def pin(self, context: Context, pin_id: str) -> None:
+        """Keep a sequence in the radix cache until ``unpin``; computes what is not there. Raises EngineError."""
+        await self._send(context, PinSpec(pin_id, hold=True, token=pins.token()))
+
+    async def unpin(self, pin_id: str, rank: int | None = None) -> None:
+        """Let SGLang evict it again; nothing happens when it was not pinned. Raises EngineError."""
+        await self._send(Context([PLACEHOLDER_ID], rank=rank), PinSpec(pin_id, hold=False, token=pins.token()))
+
+    async def latent_rows(self, context: Context, steps: int) -> Rows:
+        """Roll ``steps`` latent rows behind a sequence; returned at positions 0, 1, ... Raises EngineError.
+
+        Every step takes all before it from the cache: it computes one position. The KV of the last row is yet to come.
+        """
+        rolled = context
+        for step in range(steps):
+            row = await self._rows(rolled, LatentSpec(step))
+            rolled = replace(
+                rolled.followed_by([PLACEHOLDER_ID]), rows=joined(rolled.rows, row.shifted(len(rolled.input_ids)))
+            )
+        assert rolled.rows is not None
+        first = len(context.input_ids)
+        return rolled.rows.take(range(first, first + steps))
+
+    async def embeddings(self, token_ids: Sequence[int]) -> Rows:
+        """The model's input embeddings of these tokens, at positions 0, 1, ... Raises EngineError."""
+        return await self._rows(Context([PLACEHOLDER_ID]), EmbeddingSpec(list(token_ids)))
+
+    async def _rows(self, context: Context, spec: LatentSpec | EmbeddingSpec) -> Rows:
+        async for out in self._ask([(context, spec)]):
+            result, count = _result(out), 1 if isinstance(spec, LatentSpec) else len(spec.token_ids)
+            return Rows(tuple(range(count)), result["dtype"], result["hidden"], result["rows"])
+        raise EngineError("SGLang ended a request for rows without an answer")
+
+    async def _send(self, context: Context, spec: PinSpec) -> None:
+        async for out in self._ask([(context, spec)]):
+            _result(out)
+
+    def _ask(self, requests: Sequence[tuple[Context, Spec]]) -> AsyncGenerator[dict[str, Any], None]:
+        # One new token: with none, SGLang cuts the result to the output's length.
+        params = [{"max_new_tokens": 1, "temperature": 0.0, "custom_params": spec.to_wire()} for _, spec in requests]
+        return self._generate([context for context, _ in requests], params)
+
     async def _generate(
-        self, input_ids: list[list[int]], sampling_params: list[dict[str, Any]]
+        self, contexts: list[Context], sampling_params: list[dict[str, Any]]
     ) -> AsyncGenerator[dict[str, Any], None]:
         from fastapi import HTTPException
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        longest = max(map(len, input_ids))
+        longest = max(len(context.input_ids) for context in contexts)
         if longest > self.max_input:
             raise ContextLengthError(f"{longest} positions exceed this server's limit of {self.max_input}")
         # Token-id lists travel to the scheduler as one message, so that they meet in one batch.
         request = GenerateReqInput(
-            input_ids=input_ids,
-            sampling_params=sampling_params,
-            rid=[f"cacheback-{uuid.uuid4().hex}" for _ in input_ids],
+            input_ids=[context.input_ids for context in contexts],
+            sampling_params=[_marked(c, params) for c, params in zip(contexts, sampling_params, strict=True)],
+            rid=[f"cacheback-{uuid.uuid4().hex}" for _ in contexts],
+            extra_key=[c.namespace or "" for c in contexts] if any(c.namespace for c in contexts) else None,
+            positional_embed_overrides=[overrides(c.rows) for c in contexts] if any(c.rows for c in contexts) else None,
+            routed_dp_rank=contexts[0].rank,
             stream=True,
         )
         outputs = self._manager.generate_request(request)
@@ -132,9 +249,21 @@ class Engine:
             await outputs.aclose()
 
 
-def _params(spec: ScoringSpec | StatisticSpec) -> dict[str, Any]:
-    # One new token: with none, SGLang cuts the result to the output's length.
-    return {"max_new_tokens": 1, "temperature": 0.0, "custom_params": spec.to_wire()}
+def overrides(rows: Rows | None) -> Any:
+    """Rows as SGLang takes them: ``PositionalEmbeds`` (managers/embed_types.py), or None."""
+    if rows is None:
+        return None
+    import torch
+    from sglang.srt.managers.embed_types import PositionalEmbeds
+
+    data = torch.frombuffer(bytearray(rows.data), dtype=getattr(torch, rows.dtype))
+    return PositionalEmbeds(embeds=data.view(len(rows), rows.hidden), positions=list(rows.positions))
+
+
+def _marked(context: Context, params: dict[str, Any]) -> dict[str, Any]:
+    if context.rows is None or context.namespace is None:
+        return params
+    return params | {"custom_params": {**params.get("custom_params", {}), CACHEABLE_ROWS_KEY: True}}
 
 
 def _result(out: dict[str, Any]) -> dict[str, Any]:

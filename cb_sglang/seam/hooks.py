@@ -1,6 +1,6 @@
 """The functions of SGLang that we wrap.
 
-All but the last concern only requests that carry a ScoringSpec; for everything else the original runs untouched.
+All but the last two concern only requests that carry a spec of ours; for everything else the original runs untouched.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ import torch
 
 from cb_sglang.custom_selectors import load_allowed
 from cb_sglang.seam import check
-from cb_sglang.seam.scoring_batch import ScoringBatch, ScoringTask, activated, active
-from cb_sglang.spec import WIRE_KEY
+from cb_sglang.seam.pins import apply_pin, forget_pins
+from cb_sglang.seam.readiness import report_refusal
+from cb_sglang.seam.scoring_batch import ScoringBatch, activated, active
+from cb_sglang.seam.task import ScoringTask, has_cacheable_rows
+from cb_sglang.spec import WIRE_KEY, PinSpec
 
 
 def apply() -> None:
@@ -47,7 +50,23 @@ def cap_prefix_match(original: Callable[..., int], req: Any, input_len: int) -> 
     """A query's rows must be computed even if the tree holds them: match the sender only."""
     limit = original(req, input_len)
     task = ScoringTask.of(req)
-    return limit if task is None or task.spec is None else min(limit, task.spec.match_limit)
+    own = None if task is None or task.spec is None else task.spec.match_limit
+    return limit if own is None else min(limit, own)
+
+
+def match_with_rows(original: Callable[..., None], req: Any, *args: Any, **kwargs: Any) -> None:
+    """SGLang neither matches nor inserts a request with embedding overrides, since its token ids do not tell them.
+
+    Where the radix namespace does (one per sender with rows), both are safe.
+    """
+    if not has_cacheable_rows(req):
+        return original(req, *args, **kwargs)
+    req.skip_radix_cache_insert = False
+    overrides, req.positional_embed_overrides = req.positional_embed_overrides, None
+    try:
+        return original(req, *args, **kwargs)
+    finally:
+        req.positional_embed_overrides = overrides
 
 
 def keep_query_out_of_tree(original: Callable[..., None], tree: Any, req: Any, *, up_to: int, **kwargs: Any) -> None:
@@ -57,16 +76,29 @@ def keep_query_out_of_tree(original: Callable[..., None], tree: Any, req: Any, *
     nothing more is inserted for them.
     """
     task = ScoringTask.of(req)
-    if task is not None and task.spec is not None and up_to > task.spec.sender_len:
-        up_to = 0 if tree.supports_mamba() else task.spec.sender_len
+    limit = None if task is None or task.spec is None else task.spec.insert_limit
+    if limit is not None and up_to > limit:
+        up_to = 0 if tree.supports_mamba() else limit
     original(tree, req, up_to=up_to, **kwargs)
+    if task is not None and isinstance(task.spec, PinSpec) and req.finished():
+        apply_pin(tree, req, task.spec)
+
+
+def forget_pins_on_reset(original: Callable[..., None], tree: Any) -> None:
+    """Flushing the cache takes the pins with it; the next query or pin rebuilds what it needs."""
+    original(tree)
+    forget_pins(tree)
 
 
 def attach_scoring_batch(original: Callable[..., Any], cls: type, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Find the voting rows while the host lengths are at hand."""
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+
     forward_batch = original(cls, batch, *args, **kwargs)
     if forward_batch.forward_mode.is_extend_without_speculative():
-        forward_batch.cacheback = ScoringBatch.plan(batch)
+        forward_batch.cacheback = scoring = ScoringBatch.plan(batch)
+        if scoring is not None and scoring.wants_hidden:
+            forward_batch.capture_hidden_mode = max(forward_batch.capture_hidden_mode, CaptureHiddenMode.LAST)
     return forward_batch
 
 
@@ -78,7 +110,7 @@ def score_pass(original: Callable[..., Any], runner: Any, forward_batch: Any, *a
     scoring.begin(runner)
     with activated(scoring):
         output = original(runner, forward_batch, *args, **kwargs)
-    scoring.finish()
+    scoring.finish(output.logits_output.hidden_states if scoring.wants_hidden else None)
     return output
 
 
@@ -129,13 +161,16 @@ def _scoring(forward_batch: Any) -> ScoringBatch | None:
 # Below sglang.srt; check.py holds the signature that each hook relies on.
 HOOKS: dict[str, Callable[..., Any]] = {
     "managers.schedule_batch.Req._compute_max_prefix_len": cap_prefix_match,
+    "managers.schedule_batch.Req.init_next_round_input": match_with_rows,
     "mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint": keep_query_out_of_tree,
+    "mem_cache.unified_radix_cache.UnifiedRadixCache.reset": forget_pins_on_reset,
     "model_executor.forward_batch_info.ForwardBatch.init_new": attach_scoring_batch,
     "model_executor.model_runner.ModelRunner.forward": score_pass,
     "layers.radix_attention.RadixAttention.forward": score_layer,
     "model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_run_graph": refuse_prefill_graph,
     "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
     "._maybe_collect_customized_info": answer_with_result,
+    "managers.scheduler.Scheduler.get_init_info": report_refusal,
 }
 
 # Exists only where FlashInfer does.

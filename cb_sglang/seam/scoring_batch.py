@@ -17,73 +17,18 @@ import torch
 
 from cb_kernels import selectors, statistics
 from cb_kernels.errors import BudgetError, ScoringInputError
-from cb_kernels.keep import keep_positions
 from cb_kernels.moments import Moments
 from cb_kernels.plan import Carry, QuerySegment, ScoringPlan, plan_scoring
 from cb_kernels.score import score_layer
-from cb_kernels.selectors.spans import span_means
 from cb_sglang.errors import CacheBackError
+from cb_sglang.seam.latent import row_result
 from cb_sglang.seam.layers import ScoredLayers
 from cb_sglang.seam.row_lse import RowLse, SeenRows
-from cb_sglang.spec import SPAN, ScoringSpec, Spec, StatisticSpec, read_spec
+from cb_sglang.seam.selecting import select
+from cb_sglang.seam.task import ScoringTask, selector_options
+from cb_sglang.spec import EmbeddingSpec, LatentSpec, ScoringSpec, StatisticSpec
 
 logger = logging.getLogger(__name__)
-
-VOTES, CUE = "votes", "cue"
-
-
-@dataclass(slots=True)
-class ScoringTask:
-    """One request of ours in the scheduler process. It hangs on SGLang's Req and dies with it.
-
-    carries:   per row set, the sums of the forward passes so far, while chunked prefill has it split.
-    moments:   per row set, what is complete.
-    statistic: the measurement under way.
-    """
-
-    spec: Spec | None
-    input_len: int = 0
-    carries: dict[str, Carry] = field(default_factory=dict)
-    moments: dict[str, Moments] = field(default_factory=dict)
-    statistic: statistics.Statistic | None = None
-    result: dict[str, Any] | None = None
-
-    @classmethod
-    def of(cls, req: Any) -> ScoringTask | None:
-        """The request's task, made on first sight; None for an ordinary request."""
-        if not hasattr(req, "cacheback_task"):
-            req.cacheback_task = cls._read(req)
-        task: ScoringTask | None = req.cacheback_task
-        return task
-
-    @classmethod
-    def _read(cls, req: Any) -> ScoringTask | None:
-        input_len = len(req.origin_input_ids)
-        try:
-            spec = read_spec(req.sampling_params.custom_params, input_len=input_len)
-            if isinstance(spec, ScoringSpec):
-                _options(spec)
-                if selectors.get(spec.selector).needs not in (
-                    selectors.Needs.QUERY_ROWS,
-                    selectors.Needs.QUERY_AND_CUE_ROWS,
-                ):
-                    raise ScoringInputError(f"selector {spec.selector!r} does not score a query's rows")
-            elif spec is not None:
-                statistics.get(spec.statistic)
-        except (CacheBackError, ScoringInputError) as error:
-            return cls(spec=None, result={"error": str(error)})
-        return cls(spec=spec, input_len=input_len) if spec is not None else None
-
-    def row_sets(self) -> dict[str, tuple[int, int]]:
-        """The positions [start, stop) of each set of rows whose moments the query's selector needs."""
-        spec = self.spec
-        if not isinstance(spec, ScoringSpec):
-            return {}
-        sets = {VOTES: (spec.sender_len + spec.vote_start, spec.sender_len + spec.vote_stop)}
-        if selectors.get(spec.selector).needs is selectors.Needs.QUERY_AND_CUE_ROWS:
-            # The row that would predict the answer's first token.
-            sets[CUE] = (self.input_len - 1, self.input_len)
-        return sets
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +63,17 @@ class _QueryRows(_Rows):
     @property
     def accumulation(self) -> tuple[float, bool]:
         """Row sets of equal order and sink handling are accumulated in one kernel plan."""
-        effective = selectors.get(self.spec.selector).effective(_options(self.spec))
+        effective = selectors.get(self.spec.selector).effective(selector_options(self.spec))
         return effective.order, effective.sink_free
+
+
+@dataclass(frozen=True, slots=True)
+class _LastRow:
+    """A request that asks for rows, at its last token: its place among the batch's requests and rows."""
+
+    task: ScoringTask
+    request: int
+    row: int
 
 
 @dataclass(slots=True)
@@ -128,6 +82,7 @@ class ScoringBatch:
 
     queries: list[_QueryRows]
     senders: list[_Rows]
+    lasts: list[_LastRow]
     lse: torch.Tensor | None = None
     """Natural-log LSE [rows, heads] of the layer that just ran, left here by a backend that has it."""
     _runner: Any = None
@@ -138,14 +93,21 @@ class ScoringBatch:
     @classmethod
     def plan(cls, schedule_batch: Any) -> ScoringBatch | None:
         """Find the rows of ours in this extend batch. Host work only; None when there are none."""
-        scoring, row = cls([], []), 0
+        scoring, row = cls([], [], []), 0
         lengths = zip(schedule_batch.reqs, schedule_batch.prefix_lens, schedule_batch.extend_lens, strict=False)
-        for req, prefix, extend in lengths:
+        for number, (req, prefix, extend) in enumerate(lengths):
             task = ScoringTask.of(req)
             if task is not None and task.spec is not None and task.result is None:
                 scoring._add(task, req, row, prefix, extend)
+                if isinstance(task.spec, LatentSpec | EmbeddingSpec) and prefix + extend >= task.input_len:
+                    scoring.lasts.append(_LastRow(task, number, row + extend - 1))
             row += extend
-        return scoring if scoring.queries or scoring.senders else None
+        return scoring if scoring.queries or scoring.senders or scoring.lasts else None
+
+    @property
+    def wants_hidden(self) -> bool:
+        """Whether the forward pass must hand out each request's last hidden row."""
+        return any(isinstance(last.task.spec, LatentSpec) for last in self.lasts)
 
     def _add(self, task: ScoringTask, req: Any, row: int, prefix: int, extend: int) -> None:
         for name, (start, stop) in task.row_sets().items():
@@ -161,8 +123,11 @@ class ScoringBatch:
 
     def begin(self, runner: Any) -> None:
         """Lay out the kernels' plans; the pool slots of every sender are known now."""
+        self._runner = runner
+        if not self.queries and not self.senders:
+            return
         try:
-            self._runner, self._layers = runner, ScoredLayers.of(runner)
+            self._layers = ScoredLayers.of(runner)
             groups: dict[tuple[float, bool], list[_QueryRows]] = {}
             for rows in self.queries:
                 groups.setdefault(rows.accumulation, []).append(rows)
@@ -284,8 +249,10 @@ class ScoringBatch:
         own = q[rows.row_start : rows.row_start + rows.row_count]
         statistic.add(ordinal, own, k_pool[slots.long()], scale=scale, first_position=rows.position)
 
-    def finish(self) -> None:
-        """Turn what is complete into results."""
+    def finish(self, hidden_states: torch.Tensor | None) -> None:
+        """Turn what is complete into results. ``hidden_states``: [requests or rows, hidden], where they were wanted."""
+        for last in self.lasts:
+            self._give_rows(last, hidden_states)
         if self._layers is None:
             return
         try:
@@ -307,10 +274,24 @@ class ScoringBatch:
         except Exception as error:
             self._fail(error)
 
+    def _give_rows(self, last: _LastRow, hidden_states: torch.Tensor | None) -> None:
+        spec, hidden = last.task.spec, None
+        assert isinstance(spec, LatentSpec | EmbeddingSpec)
+        try:
+            if hidden_states is not None:
+                # One row a request, unless the server was started to keep all of them.
+                every = self.lasts[-1].row < len(hidden_states)
+                hidden = hidden_states[last.row if every else last.request]
+            last.task.settle(row_result(self._runner, spec, hidden))
+        except Exception as error:
+            last.task.settle({"error": _describe(error)})
+
     def _finish_statistics(self) -> None:
         for rows in self.senders:
             task = rows.task
             if rows.position + rows.row_count == task.input_len and task.statistic is not None:
+                if len(task.statistic.peaks):
+                    self.layers.all_reduce([task.statistic.peaks], torch.distributed.ReduceOp.MAX)
                 scores = task.statistic.finish()
                 self.layers.all_reduce([scores])
                 task.result = {"scores": (scores / self.layers.ranks).tolist()}
@@ -325,11 +306,16 @@ class ScoringBatch:
     def _fail(self, error: Exception) -> None:
         """A failed scoring pass must never take the scheduler down: its requests answer with the error instead."""
         self._layers = None
-        expected = isinstance(error, CacheBackError | ScoringInputError | BudgetError)
-        logger.error("scoring pass failed: %s", error, exc_info=None if expected else error)
-        message = str(error) if expected else "internal error in the scoring pass"
+        message = _describe(error)
         for rows in (*self.queries, *self.senders):
-            _settle(rows.task, {"error": message})
+            rows.task.settle({"error": message})
+
+
+def _describe(error: Exception) -> str:
+    """Log an error of a pass; what its requests are told of it."""
+    expected = isinstance(error, CacheBackError | ScoringInputError | BudgetError)
+    logger.error("scoring pass failed: %s", error, exc_info=None if expected else error)
+    return str(error) if expected else "internal error in the scoring pass"
 
 
 _active: ScoringBatch | None = None
@@ -353,57 +339,6 @@ def activated(scoring: ScoringBatch) -> Iterator[None]:
         yield
     finally:
         _active = None
-
-
-def select(tasks: list[ScoringTask]) -> None:
-    """Score, cut with the keep law, and leave positions (and span scores on request) on each task.
-
-    The whole batch is cut on the device; one copy brings it to the host.
-    """
-    if not tasks:
-        return
-    specs = [task.spec for task in tasks if isinstance(task.spec, ScoringSpec)]
-    device = tasks[0].moments[VOTES].votes.device
-    widest = max(spec.sender_len for spec in specs)
-    scores = torch.zeros(len(tasks), widest, device=device)
-    protected = torch.zeros(len(tasks), widest, dtype=torch.bool, device=device)
-    for row, (task, spec) in enumerate(zip(tasks, specs, strict=True)):
-        context = selectors.SelectorContext(
-            length=spec.sender_len,
-            latent_len=spec.latent_len,
-            options=_options(spec),
-            moments=task.moments[VOTES],
-            cue=task.moments.get(CUE),
-        )
-        scores[row, : spec.sender_len] = selectors.get(spec.selector)(context)
-        protected[row, 0] = True
-        protected[row, spec.sender_len - spec.latent_len : spec.sender_len] = True
-    kept = keep_positions(
-        scores,
-        torch.tensor([spec.sender_len for spec in specs], device=device),
-        torch.tensor([spec.budget for spec in specs], device=device),
-        max_budget=max(spec.budget for spec in specs),
-        protected=protected,
-        span=SPAN,
-    )
-    positions = kept.positions.cpu()
-    for row, (task, spec) in enumerate(zip(tasks, specs, strict=True)):
-        result: dict[str, Any] = {"positions": positions[row, : spec.budget].tolist()}
-        if spec.want_scores:
-            result["span_scores"] = span_means(scores[row, : spec.sender_len], SPAN).tolist()
-        _settle(task, result)
-
-
-def _settle(task: ScoringTask, result: dict[str, Any]) -> None:
-    """Leave the result and let go of everything that held device memory."""
-    task.carries.clear()
-    task.moments.clear()
-    task.statistic = None
-    task.result = result
-
-
-def _options(spec: ScoringSpec) -> selectors.SelectorOptions:
-    return selectors.SelectorOptions(order=spec.order, alpha=spec.alpha, sink_free=spec.sink_free)
 
 
 def _sender_key(req: Any, sender_len: int) -> object:
