@@ -1,147 +1,243 @@
-"""Senders and messages on one engine: everything the HTTP layer offers, without HTTP."""
+"""Messages over HTTP, without HTTP: planned, granted, admitted, scored, made, recorded."""
 
 from __future__ import annotations
 
 import time
-import uuid
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import replace
 
 from cb_kernels import selectors
 from cb_sglang import wire
-from cb_sglang.budget import positions_for_budget, positions_for_ratio
-from cb_sglang.errors import CacheBackError, ContextLengthError, InvalidRequestError
+from cb_sglang.admission import Admission
+from cb_sglang.capacity import Grant, ReceiverNeed, grant
+from cb_sglang.chat import Block
+from cb_sglang.content import Part
+from cb_sglang.errors import CacheBackError, CapacityError
+from cb_sglang.grants import Grants, Receivers
 from cb_sglang.merge import merge
-from cb_sglang.messages import decode_text, runs
+from cb_sglang.messages import Made, decode_text, make_message
+from cb_sglang.metrics import Metrics
+from cb_sglang.query_plan import QueryPlan, plan_query
+from cb_sglang.runs import Runs, union
 from cb_sglang.seam.engine import Engine, Scored
 from cb_sglang.selection import SenderMeasurements, select_without_query_rows
-from cb_sglang.senders import RegisteredSender, SenderRegistry
-from cb_sglang.single_flight import SingleFlight
-from cb_sglang.spec import ScoringSpec
-from cb_sglang.templates import DEFAULT_TEMPLATE, WrappedQuery, check_template, wrap_query
+from cb_sglang.sender_service import SenderService, part_of
+from cb_sglang.senders import RegisteredSender
+from cb_sglang.settings import Settings
+from cb_sglang.tenants import Tenant
 
-T = TypeVar("T")
-DEFAULT_SELECTOR = "cacheback"
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What an operator sets. ``max_positions`` bounds the token ids held for all senders together."""
-
-    query_template: str = DEFAULT_TEMPLATE
-    max_senders: int = 4_096
-    max_positions: int = 64_000_000
-
-    def __post_init__(self) -> None:
-        check_template(self.query_template)
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """One query, ready to be answered: by the engine if its selector scores the query's rows, else from the sender."""
-
-    index: int
-    wrapped: WrappedQuery
-    options: wire.Query
-    selector: selectors.SelectorEntry
-    selector_options: selectors.SelectorOptions
-    budget: int
-
-    @property
-    def needs_engine(self) -> bool:
-        return self.selector.needs in (selectors.Needs.QUERY_ROWS, selectors.Needs.QUERY_AND_CUE_ROWS)
-
-    def request(self, sender: RegisteredSender) -> tuple[list[int], ScoringSpec]:
-        """The scoring pass."""
-        spec = ScoringSpec(
-            sender_len=len(sender),
-            vote_start=self.wrapped.vote_start,
-            vote_stop=self.wrapped.vote_stop,
-            budget=self.budget,
-            selector=self.selector.name,
-            order=self.selector_options.order,
-            alpha=self.selector_options.alpha,
-            sink_free=self.selector_options.sink_free,
-            want_scores=bool(self.options.span_scores),
-        )
-        return [*sender.input_ids, *self.wrapped.input_ids], spec
+_GROUPS = 4
+"""So many groups of one call's queries fit into the engine's share of work at once."""
 
 
 class MessageService:
-    """One per server process; safe for concurrent calls on one event loop."""
+    """One per server process; safe for concurrent calls on one event loop. Make it with ``start``."""
 
-    def __init__(self, engine: Engine, settings: Settings) -> None:
+    def __init__(self, engine: Engine, settings: Settings, senders: SenderService) -> None:
         self.engine = engine
         self.settings = settings
-        self.senders = SenderRegistry(max_senders=settings.max_senders, max_positions=settings.max_positions)
-        self.measurements = SenderMeasurements(engine)
-        self._prefills: SingleFlight[int] = SingleFlight()
+        self.senders = senders
+        self.measurements = SenderMeasurements(engine, senders.context)
+        self.admission = Admission(settings.admission)
+        self.grants = Grants(engine, senders.registry)
+        self.metrics = Metrics()
+        senders.on_upkeep = self._report_load
 
-    async def register(self, request: wire.SenderRequest) -> wire.Sender:
-        """Prefill a sender and make it addressable. The same content gets the same id and is prefilled once.
+    @classmethod
+    async def start(cls, engine: Engine, settings: Settings, secret: bytes) -> MessageService:
+        """Raises StoreError."""
+        return cls(engine, settings, await SenderService.start(engine, settings, secret))
 
-        Raises InvalidRequestError, ContextLengthError, CapacityError, EngineError.
+    def messages(self, tenant: Tenant, sender_id: str, request: wire.MessagesRequest) -> AsyncGenerator[Made, None]:
+        """One message a query, as they finish (``index`` tells which). Raises SenderNotFoundError at once.
+
+        Iterating raises what is wrong with a query, CapacityError, RateLimitError, EngineError, StoreError.
         """
-        input_ids = await self._sender_ids(request)
-        # One query token and one output position must still fit behind it.
-        if len(input_ids) > self.engine.max_input - 1:
-            raise ContextLengthError(
-                f"the sender has {len(input_ids)} positions; this server takes at most {self.engine.max_input - 1}, "
-                "so that a query fits behind it",
-                param=request.given[0],
-            )
-        sender = self.senders.make(self.engine.fingerprint, input_ids)
-        self.senders.check_room(sender)
-        cached = await self._prefills.run(sender.id, lambda: self.engine.prefill(list(sender.input_ids)))
-        self.senders.add(sender)
-        return report(sender, cached)
+        return self._messages(self.senders.registry.get(tenant.name, sender_id), request)
 
-    def forget(self, sender_id: str) -> None:
-        """Delete a sender and what was measured of it. Raises SenderNotFoundError."""
-        self.senders.remove(sender_id)
+    async def transfers(self, tenant: Tenant, request: wire.TransfersRequest) -> AsyncGenerator[wire.Transfer, None]:
+        """One message for every sender and query, as they finish; an error stands for its pair alone."""
+        pairs = merge(
+            *(
+                self._transfer(tenant, request, sender_id, index)
+                for sender_id in request.senders
+                for index in range(len(request.queries))
+            )
+        )
+        async with aclosing(pairs):
+            async for transfer in pairs:
+                yield transfer
+
+    async def blocks(self, tenant: Tenant, wanted: wire.ChatExtension, query: str) -> tuple[list[Block], list[str]]:
+        """What a chat is answered from: the messages that are given, or one of each sender; and their ids.
+
+        Raises like ``messages``, for the first that fails.
+        """
+        if wanted.messages is not None:
+            given = [
+                await self._given(tenant, each, f"cacheback.messages[{n}]") for n, each in enumerate(wanted.messages)
+            ]
+            return [block for block, _ in given], [name for _, name in given if name]
+        fields = {name: getattr(wanted, name) for name in wire.MessagesRequest.model_fields if name != "queries"}
+        receiver = wanted.receiver or wire.Receiver()
+        receiver = receiver.model_copy(update={"senders": max(receiver.senders, len(wanted.senders or []))})
+        request = wire.MessagesRequest(**{**fields, "queries": [query], "receiver": receiver, "stream": False})
+        made: dict[str, Made] = {}
+        sources = merge(*(self.messages(tenant, sender_id, request) for sender_id in wanted.senders or []))
+        async with aclosing(sources):
+            async for each in sources:
+                made[each.message.sender] = each
+        ordered = [made[sender_id] for sender_id in wanted.senders or []]
+        return [_block(each) for each in ordered], [each.message.id for each in ordered]
+
+    async def forget(self, tenant: Tenant, sender_id: str) -> None:
+        """Delete a sender and what was measured of it. Raises SenderNotFoundError, StoreError."""
+        await self.senders.forget(tenant, sender_id)
         self.measurements.forget(sender_id)
 
-    def messages(self, sender_id: str, request: wire.MessagesRequest) -> AsyncGenerator[wire.Message, None]:
-        """One message a query, as they finish (``index`` tells which). Raises SenderNotFoundError at once."""
-        return self._messages(self.senders.get(sender_id), request)
-
-    async def _messages(
-        self, sender: RegisteredSender, request: wire.MessagesRequest
-    ) -> AsyncGenerator[wire.Message, None]:
-        started = time.perf_counter()
-        plans = [await self._plan(sender, request, index) for index in range(len(request.queries))]
-        outcomes = merge(
-            self._scored(sender, [plan for plan in plans if plan.needs_engine]),
-            *(self._selected(sender, plan) for plan in plans if not plan.needs_engine),
+    async def capacity(self) -> wire.Capacity:
+        """The load now, and what the next receiver would be granted of a message that asks for the whole window."""
+        snapshot = await self.grants.snapshot(more=1)
+        need = ReceiverNeed(context_length=self.engine.context_length, prompt_positions=0, reserved_output=0)
+        asked = self.engine.context_length
+        try:
+            found = _shown(grant(asked, minimum=1, policy="share", snapshot=snapshot, receiver=need))
+        except CapacityError as error:
+            found = wire.GrantReport(asked=asked, granted=0, limit="pool", reason=error.message)
+        load = self.admission.snapshot()
+        return wire.Capacity(
+            pool_positions=snapshot.pool_positions,
+            used_positions=snapshot.pool_positions - snapshot.free_positions,
+            pinned_positions=self.senders.registry.usage().pinned_positions,
+            context_length=snapshot.context_length,
+            receivers=snapshot.receivers - 1,
+            running=load.running.requests,
+            queued=load.queued.requests,
+            grant=found,
         )
-        async with aclosing(outcomes):
-            async for scored in outcomes:
-                yield await self._message(sender, plans[scored.index], scored, started)
 
-    async def _scored(self, sender: RegisteredSender, plans: list[_Plan]) -> AsyncGenerator[Scored, None]:
-        """Queries whose rows are scored, as one engine batch."""
-        if plans:
-            async with aclosing(self.engine.score([plan.request(sender) for plan in plans])) as batch:
-                async for scored in batch:
-                    yield replace(scored, index=plans[scored.index].index)
+    async def close(self, timeout: float) -> None:
+        """Refuse new work, wait for what runs, at most ``timeout`` seconds, then close the store."""
+        self.admission.close()
+        await self.admission.drained(timeout)
+        await self.senders.close()
 
-    async def _selected(self, sender: RegisteredSender, plan: _Plan) -> AsyncGenerator[Scored, None]:
+    # --- one call over one sender
+
+    async def _messages(self, sender: RegisteredSender, request: wire.MessagesRequest) -> AsyncGenerator[Made, None]:
+        started, now = time.perf_counter(), time.monotonic()
+        if self.engine.stopping:
+            raise CapacityError("the server is shutting down; send the request to another one, or again later")
+        before: dict[int, Runs] = {}
+
+        async def excluded(index: int, options: wire.Query) -> Runs:
+            before[index] = await self.senders.sent_before(sender, options)
+            return union([*sender.private, *before[index]])
+
+        template = self.settings.query_template
+        plans = [
+            await plan_query(self.engine, template, sender, request, index, excluded)
+            for index in range(len(request.queries))
+        ]
+        seconds = self.settings.admission.default_deadline if request.deadline is None else request.deadline
+        miss = await self.senders.warm(sender)
+        with self.grants.receivers(len(plans)) as receivers:
+            groups = self._groups(sender, [plan for plan in plans if plan.needs_engine])
+            groups += [[plan] for plan in plans if not plan.needs_engine]
+            outcomes = merge(*(self._answered(sender, group, request, receivers, now + seconds) for group in groups))
+            async with aclosing(outcomes):
+                async for plan, scored, granted, queued in outcomes:
+                    made = await make_message(
+                        self.engine,
+                        sender,
+                        plan,
+                        scored,
+                        grant=_shown(granted),
+                        miss=miss,
+                        queue_seconds=queued,
+                        started=started,
+                    )
+                    label = None if request.receiver is None else request.receiver.label
+                    await self.senders.record(sender, made.message, label, before[plan.index], time.time())
+                    self.metrics.message(made.message, sender.tenant)
+                    yield made
+
+    async def _answered(
+        self,
+        sender: RegisteredSender,
+        plans: list[QueryPlan],
+        request: wire.MessagesRequest,
+        receivers: Receivers,
+        deadline: float,
+    ) -> AsyncGenerator[tuple[QueryPlan, Scored, Grant, float], None]:
+        """A group of queries: admitted together, granted one by one, scored as one engine batch."""
+        rows = sum(self._rows(sender, plan) for plan in plans)
+        async with self.admission.admit(
+            tenant=sender.tenant,
+            sender=sender.id,
+            rows=rows,
+            positions=len(sender),
+            deadline=max(1e-3, deadline - time.monotonic()),
+        ) as ticket:
+            self._report_load()
+            grants = [
+                await receivers.grant(
+                    plan.asked,
+                    plan.minimum,
+                    policy=request.policy,
+                    min_budget=request.min_budget,
+                    described=request.receiver,
+                    deadline=deadline,
+                )
+                for plan in plans
+            ]
+            granted = [plan.granted(found.granted) for plan, found in zip(plans, grants, strict=True)]
+            if granted[0].needs_engine:
+                context = self.senders.context(sender)
+                async with aclosing(self.engine.score([plan.request(sender, context) for plan in granted])) as batch:
+                    async for scored in batch:
+                        plan = granted[scored.index]
+                        yield plan, replace(scored, index=plan.index), grants[scored.index], ticket.queued_seconds
+            else:
+                yield granted[0], await self._selected(sender, granted[0]), grants[0], ticket.queued_seconds
+
+    def _report_load(self) -> None:
+        registry = self.senders.registry
+        self.metrics.load(self.admission.snapshot(), registry.usage(), tenants=registry.tenants)
+
+    def _rows(self, sender: RegisteredSender, plan: QueryPlan) -> int:
+        """Rows that the engine computes for a query: its own, or the sender's for a statistic yet to be measured."""
+        statistic = plan.selector.statistic
+        if plan.needs_engine or statistic is None or self.measurements.has(sender, statistic):
+            return len(plan.wrapped.input_ids)
+        return len(sender)
+
+    def _groups(self, sender: RegisteredSender, plans: list[QueryPlan]) -> list[list[QueryPlan]]:
+        """One call's queries in groups whose work, and so whose workspace in the engine, is bounded."""
+        limits = self.settings.admission
+        most_rows = min(limits.max_running_rows, limits.max_running_work // len(sender)) // _GROUPS
+        groups: list[list[QueryPlan]] = []
+        rows = 0
+        for plan in plans:
+            size = len(plan.wrapped.input_ids)
+            if not groups or rows + size > most_rows:
+                groups.append([])
+                rows = 0
+            groups[-1].append(plan)
+            rows += size
+        return groups
+
+    async def _selected(self, sender: RegisteredSender, plan: QueryPlan) -> Scored:
         """A query whose selector does not look at its rows."""
         started = time.perf_counter()
         query = plan.options.query
         if plan.selector.needs is selectors.Needs.TEXT and not isinstance(query, str):
             query = await self.engine.tokenizing(self.engine.tokenizer.decode, query)
         positions, span_scores = await select_without_query_rows(
-            self.measurements,
-            sender,
-            entry=plan.selector,
-            options=plan.selector_options,
-            query=query if isinstance(query, str) else None,
-            budget=plan.budget,
+            self.measurements, sender, plan, query if isinstance(query, str) else None
         )
-        yield Scored(
+        return Scored(
             index=plan.index,
             positions=positions,
             span_scores=span_scores if plan.options.span_scores else None,
@@ -149,137 +245,46 @@ class MessageService:
             seconds=time.perf_counter() - started,
         )
 
-    async def _plan(self, sender: RegisteredSender, request: wire.MessagesRequest, index: int) -> _Plan:
-        """Resolve one query's options, tokens, voting rows and budget."""
-        where = f"queries[{index}]"
-        options = _merged(request, request.queries[index])
-        if isinstance(options.query, str):
-            template = _first(options.query_template, self.settings.query_template)
-            tokenizer = self.engine.tokenizer
-            try:
-                wrapped = await self.engine.tokenizing(wrap_query, tokenizer, options.query, template)
-            except CacheBackError as error:
-                error.param = _named(request, index, error.param) if error.param else where
-                raise
-        else:
-            self._check_ids(options.query, where)
-            wrapped = WrappedQuery(options.query, 0, len(options.query))
-        total, length = len(sender), len(sender) + len(wrapped.input_ids)
-        if length > self.engine.max_input:
-            raise ContextLengthError(
-                f"sender ({total}) and query ({len(wrapped.input_ids)}) come to {length} positions; this server takes "
-                f"at most {self.engine.max_input}; shorten the query",
-                param=where,
-            )
-        if options.budget is not None:
-            budget = positions_for_budget(total, options.budget)
-        else:
-            budget = positions_for_ratio(total, 0, _first(options.ratio, wire.DEFAULT_RATIO))
-        name = _first(options.selector, DEFAULT_SELECTOR)
-        if name not in selectors.names():
-            raise InvalidRequestError(
-                f"unknown selector {name!r}; choose one of {', '.join(selectors.names())}",
-                param=_named(request, index, "selector"),
-            )
-        given = _first(options.selector_options, wire.SelectorOptions())
-        return _Plan(index, wrapped, options, selectors.get(name), selectors.SelectorOptions(**dict(given)), budget)
+    async def _transfer(
+        self, tenant: Tenant, request: wire.TransfersRequest, sender_id: str, index: int
+    ) -> AsyncGenerator[wire.Transfer, None]:
+        """One pair. Pairs of one sender meet again in the engine's batch."""
+        try:
+            fields = {name: getattr(request, name) for name in wire.MessagesRequest.model_fields}
+            one = wire.MessagesRequest(**{**fields, "queries": [request.queries[index]], "stream": False})
+            async with aclosing(self.messages(tenant, sender_id, one)) as made:
+                async for each in made:
+                    message = each.message.model_copy(update={"index": index})
+                    yield wire.Transfer(sender=sender_id, query=index, message=message)
+        except CacheBackError as error:
+            self.metrics.error(error.code)
+            param = error.param.replace("queries[0]", f"queries[{index}]") if error.param else None
+            body = wire.ErrorBody(message=error.message, type=error.type, param=param, code=error.code)
+            yield wire.Transfer(sender=sender_id, query=index, error=body)
 
-    async def _message(self, sender: RegisteredSender, plan: _Plan, scored: Scored, started: float) -> wire.Message:
-        spans = runs(scored.positions)
-        encoding = plan.options.encoding or "token_ids"
-        token_ids, text = None, None
-        if encoding == "token_ids":
-            token_ids = [sender.input_ids[p] for p in scored.positions]
-        else:
-            text = await self.engine.tokenizing(decode_text, self.engine.tokenizer, sender.input_ids, spans)
-        options, wrapped = plan.options, plan.wrapped
-        ratio = None if options.budget is not None else _first(options.ratio, wire.DEFAULT_RATIO)
-        return wire.Message(
-            id=f"msg_{uuid.uuid4().hex}",
-            sender=sender.id,
-            index=scored.index,
-            encoding=encoding,
-            selector=plan.selector.name,
-            sender_positions=len(sender),
-            query_positions=len(wrapped.input_ids),
-            voting_positions=wrapped.vote_stop - wrapped.vote_start,
-            cached_positions=scored.cached_positions,
-            budget=wire.BudgetReport(ratio=ratio, budget=options.budget, positions=len(scored.positions)),
-            positions=scored.positions,
-            spans=spans,
-            token_ids=token_ids,
-            text=text,
-            span_scores=scored.span_scores,
-            timings=wire.Timings(engine_seconds=scored.seconds, total_seconds=time.perf_counter() - started),
-        )
+    # --- messages for a chat
 
-    async def _sender_ids(self, request: wire.SenderRequest) -> list[int]:
-        if request.input_ids is not None:
-            self._check_ids(request.input_ids, "input_ids")
-            return request.input_ids
-        tokenizer = self.engine.tokenizer
-        if request.prompt is not None:
-            return await self.engine.tokenizing(tokenizer.encode, request.prompt)
-        if not getattr(tokenizer, "chat_template", None):
-            raise InvalidRequestError(
-                "this model has no chat template; send the content as prompt or input_ids", param="messages"
-            )
-        turns = [turn.model_dump() for turn in request.messages or []]
-        return await _at("messages", self.engine.tokenizing(_apply_chat_template, tokenizer, turns))
-
-    def _check_ids(self, input_ids: Sequence[int], where: str) -> None:
-        highest = max(input_ids)
-        if highest >= self.engine.vocab_size:
-            raise InvalidRequestError(
-                f"token id {highest} is not in the vocabulary of {self.engine.vocab_size}", param=where
-            )
+    async def _given(self, tenant: Tenant, message: str | wire.ReceivedMessage, where: str) -> tuple[Block, str]:
+        if isinstance(message, str):
+            sender, positions, encoding = await self.senders.recall(tenant, message, where)
+            if encoding == "text":
+                text = await self.engine.tokenizing(decode_text, self.engine.tokenizer, sender, positions)
+                return Block(sender.id, text, None), message
+            return Block(sender.id, None, part_of(sender, positions)), message
+        label = message.sender or "a sender"
+        if message.encoding == "text":
+            return Block(label, message.text, None), message.id
+        return Block(label, None, await self.senders.received_one(tenant, message, where)), message.id
 
 
-def report(sender: RegisteredSender, cached: int | None = None) -> wire.Sender:
-    """A sender as the API shows it; ``cached`` positions are known only where it was just prefilled."""
-    return wire.Sender(
-        id=sender.id,
-        positions=len(sender),
-        cached_positions=cached,
-        fingerprint=sender.fingerprint,
-        created=sender.created,
-    )
+def _block(made: Made) -> Block:
+    payload = made.payload
+    if payload.encoding == "text":
+        return Block(payload.sender, payload.text, None)
+    rows = payload.rows if payload.rows is not None and len(payload.rows) else None
+    ids = [0] * len(payload.positions) if payload.token_ids is None else list(payload.token_ids)
+    return Block(payload.sender, None, Part(ids, rows))
 
 
-def _named(request: wire.MessagesRequest, index: int, option: str) -> str:
-    """An option as the caller wrote it: the query's own, or the call's."""
-    own = request.queries[index]
-    is_own = isinstance(own, wire.Query) and getattr(own, option) is not None
-    return f"queries[{index}].{option}" if is_own else option
-
-
-def _merged(request: wire.MessagesRequest, query: str | list[int] | wire.Query) -> wire.Query:
-    """The query's own options, completed by the call's. A query's ratio or budget replaces the call's whichever."""
-    own = query if isinstance(query, wire.Query) else wire.Query(query=query)
-    inherited = {name: getattr(request, name) for name in wire.Query.model_fields if name != "query"}
-    if own.ratio is not None or own.budget is not None:
-        inherited.update(ratio=None, budget=None)
-    given = {name: value for name, value in own.model_dump().items() if value is not None}
-    return wire.Query(**{**inherited, **given})
-
-
-def _apply_chat_template(tokenizer: Any, turns: list[dict[str, str]]) -> list[int]:
-    try:
-        ids = tokenizer.apply_chat_template(turns, tokenize=True, add_generation_prompt=False, return_dict=False)
-    except Exception as error:
-        # Templates are programs: what they refuse (roles out of order, say) they raise as errors of their own.
-        raise InvalidRequestError(f"the model's chat template refused these messages: {error}") from error
-    return list(ids)
-
-
-async def _at(where: str, work: Awaitable[T]) -> T:
-    """Await ``work``; an error of ours that names no field is about ``where``."""
-    try:
-        return await work
-    except CacheBackError as error:
-        error.param = error.param or where
-        raise
-
-
-def _first(value: T | None, default: T) -> T:
-    return default if value is None else value
+def _shown(granted: Grant) -> wire.GrantReport:
+    return wire.GrantReport(asked=granted.asked, granted=granted.granted, limit=granted.limit, reason=granted.reason)

@@ -6,6 +6,7 @@ A route class and not app-wide handlers, because SGLang's own endpoints must kee
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -13,24 +14,17 @@ from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
-from starlette.types import Message, Receive
 
+from cb_server.bodies import of_body, read_body, replayed
 from cb_sglang import wire
-from cb_sglang.errors import CacheBackError, InvalidRequestError
+from cb_sglang.errors import CacheBackError, CapacityError, InvalidRequestError
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 64 << 20
-_FORMS = {"text", "token_ids", "object"}
+_FORMS = {"text", "token_ids", "object", "id"}
 _MAX_PARAM_CHARS = 256
-
-
-class BodyTooLargeError(InvalidRequestError):
-    """The body exceeds MAX_BODY_BYTES."""
-
-    status = 413
-    code = "body_too_large"
 
 
 class NoSuchEndpointError(InvalidRequestError):
@@ -60,15 +54,23 @@ class GuardedRoute(APIRoute):
                     request = await _with_bounded_json(request)
                 return await handler(request)
             except CacheBackError as error:
+                count_error(request.app, error.code)
                 return error_response(error)
             except RequestValidationError as error:
-                return error_response(_from_validation(error))
+                return error_response(from_validation(error, skip=1))
             except HTTPException as error:
                 return error_response(_from_http(error))
             except Exception:
                 return error_response(unexpected(f"{request.method} {request.url.path}"))
 
         return guarded
+
+
+def count_error(app: Any, code: str) -> None:
+    """In ``/metrics``, once there is a service."""
+    service = getattr(app.state, "cacheback_service", None)
+    if service is not None:
+        service.metrics.error(code)
 
 
 def unexpected(where: str) -> CacheBackError:
@@ -84,8 +86,12 @@ def error_body(error: CacheBackError) -> dict[str, Any]:
 
 
 def error_response(error: CacheBackError) -> JSONResponse:
-    """The error as an HTTP answer; a full server says when to come back."""
-    headers = {"Retry-After": "1"} if error.status == 503 else None
+    """The error as an HTTP answer; a full server says when to come back, a closed one how to get in."""
+    headers = {}
+    if isinstance(error, CapacityError):
+        headers["Retry-After"] = str(math.ceil(error.retry_after or 1.0))
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(error_body(error), status_code=error.status, headers=headers)
 
 
@@ -94,30 +100,21 @@ async def _with_bounded_json(request: Request) -> Request:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise InvalidRequestError(f"send JSON with Content-Type: application/json, not {media_type or 'none'}")
-    chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > MAX_BODY_BYTES:
-            raise BodyTooLargeError(f"the body exceeds {MAX_BODY_BYTES} bytes; send less")
-        chunks.append(chunk)
-    return Request(request.scope, _replay(b"".join(chunks), request.receive))
+    body = await read_body(request.receive)
+    return Request(request.scope, replayed([of_body(body)], request.receive))
 
 
-def _replay(body: bytes, then: Receive) -> Receive:
-    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+def from_validation(
+    error: RequestValidationError | ValidationError, *, skip: int = 0, prefix: str = ""
+) -> InvalidRequestError:
+    """The first thing wrong, with the field's path as the caller wrote it: ``queries[2].ratio``.
 
-    async def receive() -> Message:
-        return pending.pop() if pending else await then()
-
-    return receive
-
-
-def _from_validation(error: RequestValidationError) -> InvalidRequestError:
-    """The first thing wrong, with the field's path as the caller wrote it: ``queries[2].ratio``."""
+    ``skip`` parts of the path name the place in the request (the body), ``prefix`` is where the model stands in it.
+    """
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return InvalidRequestError(f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
-    param = _path(first["loc"][1:])[:_MAX_PARAM_CHARS]
+    param = _path((*([prefix] if prefix else []), *first["loc"][skip:]))[:_MAX_PARAM_CHARS]
     if first["type"] == "extra_forbidden":
         return InvalidRequestError(f"{param}: there is no such field; remove it or correct its name", param=param)
     if first["type"] == "value_error":
@@ -131,8 +128,8 @@ def _path(location: tuple[int | str, ...]) -> str:
     for part in location:
         if isinstance(part, int):
             path += f"[{part}]"
-        # pydantic names the form of a query (its tag in wire.py) behind the query's index or field.
-        elif not (part in _FORMS and location[0] == "queries" and (isinstance(before, int) or before == "query")):
+        # pydantic names the form of a query or message (its tag in wire.py) behind its index or field.
+        elif not (part in _FORMS and (isinstance(before, int) or before == "query")):
             path += f".{part}" if path else part
         before = part
     return path
