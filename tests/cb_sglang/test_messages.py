@@ -1,15 +1,15 @@
-"""From kept positions to spans and text."""
+"""The text of a message: the kept spans, a mark at every gap."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from itertools import pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from recording_engine import rows
 
-from cb_sglang.messages import GAP, decode_text, runs
+from cb_sglang.messages import GAP, decode_text
+from cb_sglang.senders import RegisteredSender
 
 WORDS = ["<bos>", " whale", " ship", " sea", " captain", " harpoon"]
 
@@ -21,34 +21,33 @@ class Words:
         return "".join(WORDS[i] for i in ids if not (skip_special_tokens and i == 0))
 
 
+def sender(*ids: int, latent: int = 0) -> RegisteredSender:
+    return RegisteredSender(
+        id="snd_1",
+        tenant="alice",
+        fingerprint="f",
+        input_ids=array("i", [*ids, *[0] * latent]),
+        rows=rows(*[1.0] * latent).shifted(len(ids)) if latent else None,
+        latent=latent,
+        created=0.0,
+    )
+
+
 @pytest.mark.parametrize(
-    ("positions", "spans"),
+    ("ids", "positions", "text"),
     [
-        ([], []),
-        ([0], [(0, 1)]),
-        ([0, 1, 2], [(0, 3)]),
-        ([0, 2, 3, 9], [(0, 1), (2, 4), (9, 10)]),
-        ([7, 8], [(7, 9)]),
+        ([0, 1, 2, 3, 4, 5], [1, 2, 5], f" whale ship{GAP} harpoon"),
+        ([0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5], " whale ship sea captain harpoon"),
+        # Special tokens have no text, and make no gap.
+        ([0, 1, 2, 3], [0, 3], " sea"),
+        ([0, 1], [0], ""),
+        ([0, 1], [], ""),
     ],
 )
-def test_runs(positions: list[int], spans: list[tuple[int, int]]) -> None:
-    assert runs(positions) == spans
+def test_text_has_a_mark_at_every_gap(ids: list[int], positions: list[int], text: str) -> None:
+    assert decode_text(Words(), sender(*ids), positions) == text
 
 
-@given(st.sets(st.integers(min_value=0, max_value=200)).map(sorted))
-def test_runs_are_maximal_and_cover_exactly(positions: list[int]) -> None:
-    spans = runs(positions)
-    assert [p for start, stop in spans for p in range(start, stop)] == positions
-    assert all(before[1] < after[0] for before, after in pairwise(spans))
-
-
-def test_text_has_a_mark_at_every_gap() -> None:
-    ids = [0, 1, 2, 3, 4, 5]
-    assert decode_text(Words(), ids, [(1, 3), (5, 6)]) == f" whale ship{GAP} harpoon"
-    assert decode_text(Words(), ids, [(1, 6)]) == " whale ship sea captain harpoon"
-
-
-def test_special_tokens_have_no_text_and_no_gap() -> None:
-    assert decode_text(Words(), [0, 1, 2, 3], [(0, 1), (3, 4)]) == " sea"
-    assert decode_text(Words(), [0, 1], [(0, 1)]) == ""
-    assert decode_text(Words(), [0, 1], []) == ""
+def test_a_row_has_no_text() -> None:
+    assert decode_text(Words(), sender(1, 2, latent=2), [0, 1, 2, 3]) == " whale ship"
+    assert decode_text(Words(), sender(1, 2, latent=2), [2, 3]) == ""

@@ -194,7 +194,6 @@ SENDERS = [
     bad("ids-float", {"input_ids": [1.0]}, "input_ids[0]", "integer"),
     bad("ids-bool", {"input_ids": [True]}, "input_ids[0]", "integer"),
     bad("ids-million-wrong", {"input_ids": [""] * 1_000_000}, "input_ids[0]", "integer"),
-    bad("messages", {"messages": [{"role": "user", "content": "Hi"}]}, "messages", "no chat template", "prompt"),
     bad("messages-empty", {"messages": []}, "messages", "at least 1"),
     bad("messages-part", {"messages": [{"role": "user"}]}, "messages[0].content", "required"),
     bad("messages-extra", {"messages": [{"role": "u", "content": "", "text": 1}]}, "messages[0].text", "no such field"),
