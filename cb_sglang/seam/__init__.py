@@ -7,6 +7,7 @@ hooks.py                      the functions of SGLang that we wrap, and why
 task.py                       one request of ours in the scheduler
 scoring_batch.py              our side of one extend batch of SGLang
 selecting.py                  from moments to kept positions
+shared_prefix.py              one prefix read for all queries of a sender, with FlashInfer
 latent.py                     input embeddings: looked up, and rolled on as latent rows
 pins.py                       senders that SGLang must not evict
 layers.py                     which layers are scored

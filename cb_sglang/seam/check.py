@@ -10,6 +10,8 @@ import inspect
 import pkgutil
 from importlib.metadata import version
 
+import torch
+
 from cb_sglang.errors import SeamError
 from cb_sglang.seam import SGLANG_VERSION
 
@@ -45,6 +47,14 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 
+# Looked at where there is CUDA; elsewhere the module may not even import.
+CUDA_FUNCTIONS: dict[str, tuple[str, ...]] = {
+    "layers.attention.flashinfer_backend.FlashInferIndicesUpdaterPrefill.call_begin_forward": (
+        "self", "wrapper_ragged", "wrapper_paged", "req_pool_indices", "paged_kernel_lens", "paged_kernel_lens_sum",
+        "seq_lens", "prefix_lens", "kv_start_idx", "kv_indptr", "qo_indptr", "use_ragged", "spec_info",
+    ),
+}  # fmt: skip
+
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
     # What our code reads off objects whose attributes are set in __init__ or declared as fields.
     "managers.schedule_batch.Req": (
@@ -74,7 +84,8 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
 
 def check_seams() -> None:
     """Raise SeamError naming every seam that does not fit, the SGLang version wanted and the one found."""
-    problems = [p for p in map(function_problem, FUNCTIONS, FUNCTIONS.values()) if p]
+    functions = FUNCTIONS | CUDA_FUNCTIONS if torch.cuda.is_available() else FUNCTIONS
+    problems = [p for p in map(function_problem, functions, functions.values()) if p]
     problems += [p for p in map(attribute_problem, ATTRIBUTES, ATTRIBUTES.values()) if p]
     if problems:
         raise SeamError(

@@ -16,6 +16,7 @@ from cb_sglang.seam import check
 from cb_sglang.seam.pins import apply_pin, forget_pins
 from cb_sglang.seam.readiness import report_refusal
 from cb_sglang.seam.scoring_batch import ScoringBatch, activated, active
+from cb_sglang.seam.shared_prefix import planned_once
 from cb_sglang.seam.task import ScoringTask, has_cacheable_rows
 from cb_sglang.spec import WIRE_KEY, PinSpec
 
@@ -176,4 +177,5 @@ HOOKS: dict[str, Callable[..., Any]] = {
 # Exists only where FlashInfer does.
 CUDA_HOOKS: dict[str, Callable[..., Any]] = {
     "layers.attention.flashinfer_backend._safe_merge_state": keep_flashinfer_lse,
+    "layers.attention.flashinfer_backend.FlashInferIndicesUpdaterPrefill.call_begin_forward": planned_once,
 }

@@ -49,13 +49,15 @@ class ScoredLayers:
             raise SeamError(f"full-attention layers of different geometry cannot be scored yet: {sorted(geometry)}")
         if any(m.logit_cap for m in layers):
             raise SeamError("full-attention layers with a logit soft cap cannot be scored yet")
-        pool = runner.token_to_kv_pool.get_key_buffer(layers[0].layer_id)
         heads, kv_heads, head_dim = geometry.pop()
-        if pool.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise SeamError(f"the KV cache is {pool.dtype}; scoring needs --kv-cache-dtype auto or bfloat16")
+        # Not the buffer's own type: a pool may store codes and hand out what it has dequantised.
+        if runner.kv_cache_dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise SeamError(f"the KV cache is {runner.kv_cache_dtype}; scoring needs --kv-cache-dtype auto or bfloat16")
+        pool = runner.token_to_kv_pool.get_key_buffer(layers[0].layer_id)
         if pool.dim() != 3 or tuple(pool.shape[1:]) != (kv_heads, head_dim):
             raise SeamError(
-                f"the KV pool is laid out as {tuple(pool.shape)}; scoring needs [slots, kv heads, head dim]"
+                f"the KV pool is laid out as {tuple(pool.shape)}; scoring needs [slots, kv heads, head dim]: start "
+                "without SGLANG_USE_HND_KVCACHE and with another --attention-backend"
             )
         ids = sorted(m.layer_id for m in layers)
         group, total = get_attn_tp_group(), runner.model_config.get_total_num_kv_heads()
@@ -71,12 +73,12 @@ class ScoredLayers:
         """Tensor-parallel ranks that share the heads."""
         return int(self.tp_group.world_size)
 
-    def all_reduce(self, parts: list[torch.Tensor]) -> None:
-        """Sum 1-D tensors over the tensor-parallel ranks, in place, in one collective."""
+    def all_reduce(self, parts: list[torch.Tensor], op: Any = torch.distributed.ReduceOp.SUM) -> None:
+        """Combine 1-D tensors of one dtype over the tensor-parallel ranks, in place, in one collective."""
         if self.ranks == 1 or not parts:
             return
         flat = torch.cat(parts)
-        torch.distributed.all_reduce(flat, group=self.tp_group.device_group)
+        torch.distributed.all_reduce(flat, op, group=self.tp_group.device_group)
         for part, total in zip(parts, flat.split([len(part) for part in parts]), strict=True):  # type: ignore[no-untyped-call]
             part.copy_(total)
 

@@ -8,7 +8,7 @@ complete request's result on its ScoringTask. A request split by chunked prefill
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,7 @@ from cb_sglang.seam.latent import row_result
 from cb_sglang.seam.layers import ScoredLayers
 from cb_sglang.seam.row_lse import RowLse, SeenRows
 from cb_sglang.seam.selecting import select
+from cb_sglang.seam.shared_prefix import Prefix
 from cb_sglang.seam.task import ScoringTask, selector_options
 from cb_sglang.spec import EmbeddingSpec, LatentSpec, ScoringSpec, StatisticSpec
 
@@ -53,7 +54,7 @@ class _QueryRows(_Rows):
     name: str
     first: bool
     total: int
-    sender_key: object
+    sender_key: Hashable
 
     @property
     def spec(self) -> ScoringSpec:
@@ -83,6 +84,8 @@ class ScoringBatch:
     queries: list[_QueryRows]
     senders: list[_Rows]
     lasts: list[_LastRow]
+    prefixes: list[Prefix] = field(default_factory=list)
+    """What each request of the batch, ours or not, has in the cache."""
     lse: torch.Tensor | None = None
     """Natural-log LSE [rows, heads] of the layer that just ran, left here by a backend that has it."""
     _runner: Any = None
@@ -101,6 +104,7 @@ class ScoringBatch:
                 scoring._add(task, req, row, prefix, extend)
                 if isinstance(task.spec, LatentSpec | EmbeddingSpec) and prefix + extend >= task.input_len:
                     scoring.lasts.append(_LastRow(task, number, row + extend - 1))
+            scoring.prefixes.append(_prefix(req, task, prefix))
             row += extend
         return scoring if scoring.queries or scoring.senders or scoring.lasts else None
 
@@ -143,7 +147,7 @@ class ScoringBatch:
         layers, device = self.layers, self._runner.req_to_token_pool.req_to_token.device
         segments: list[QuerySegment] = []
         slots: list[torch.Tensor] = []
-        starts: dict[object, int] = {}
+        starts: dict[Hashable, int] = {}
         offset = 0
         for rows in members:
             sender_len = rows.spec.sender_len
@@ -341,7 +345,14 @@ def activated(scoring: ScoringBatch) -> Iterator[None]:
         _active = None
 
 
-def _sender_key(req: Any, sender_len: int) -> object:
+def _prefix(req: Any, task: ScoringTask | None, length: int) -> Prefix:
+    """Comparable to another's where it is exactly a sender's positions, in the same slots."""
+    if task is not None and isinstance(task.spec, ScoringSpec) and length == task.spec.sender_len:
+        return Prefix(_sender_key(req, length), length)
+    return Prefix(object(), length)
+
+
+def _sender_key(req: Any, sender_len: int) -> Hashable:
     """Equal for requests whose sender positions lie in the same pool slots, so that K is read once for them.
 
     Only the radix tree can vouch for that: both requests' rows are tree-owned up to T and end on the same node.
