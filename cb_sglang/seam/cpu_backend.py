@@ -23,6 +23,7 @@ from cb_kernels.cpu_attention import (
     plan_decode,
     plan_extend,
 )
+from cb_kernels.cpu_native_build import native_library
 from cb_sglang.seam.scoring_batch import active
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class CacheBackCpuBackend(TorchNativeAttnBackend):  # type: ignore[misc]
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
+        # Compiled now, where it must be, and not in the first query.
+        native_library()
         self._extend_plan: ExtendPlan | None = None
         self._decode_plan: ExtendPlan | None = None
 

@@ -4,15 +4,18 @@
 
 A float32 Qwen3 of 93M parameters with random weights (hidden 512, intermediate 4,096, 12 layers, 8/4 heads, D 64,
 vocabulary 8,192); T = 4,096, 32 rows a query, M = 1, 4, 16. Per M: the batch against M single calls
-(batch_gain), against prefill-only requests of the same rows (overhead_vs_prefill_only), and at M = 16 against
-SGLang's stock torch_native backend with our scoring on top (gain_vs_torch_native; left out with --quick).
-Kinds alternate round by round, so that a noisy machine hits them all; medians are compared.
+(batch_gain) and against prefill-only requests of the same rows (overhead_vs_prefill_only). At M = 16 also, left out
+with --quick: against engines that score in torch (gain_of_compiled_kernel) and that run SGLang's stock torch_native
+backend with our scoring on top (gain_vs_torch_native). Kinds alternate round by round, so that a noisy machine hits
+them all; medians are compared. cpu_overhead_vs_prefill_only compares CPU seconds of the engine's processes instead, for
+machines that run other work as well. In the JSON, plain names are for M = 16 and ``..._by_queries`` for each M.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import sys
@@ -22,6 +25,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from cb_kernels.cpu_native_build import SWITCH
 from cb_sglang.templates import WrappedQuery
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
@@ -46,19 +52,28 @@ def main() -> None:
         write_model(model)
         with serving(model, "cacheback_cpu", sender) as engine:
             ours = {m: measure(engine, sender, queries, arguments.rounds, m) for m in SIZES}
-        stock = None
+        largest = max(SIZES)
+        others: dict[str, float] = {}
         if not arguments.quick:
+            with switched_off(SWITCH), serving(model, "cacheback_cpu", sender) as engine:
+                in_torch = measure(engine, sender, queries, arguments.rounds, largest)
             with serving(model, "torch_native", sender) as engine:
                 # Once, since it takes a minute or more.
-                largest = batch_of(queries, max(SIZES), 1)
-                stock = timed(lambda: ask(engine, sender, largest, budget=BUDGET))
-    found: dict[str, Any] = {
-        "milliseconds_per_message": {str(m): 1e3 * times["batch"] / m for m, times in ours.items()},
-        "batch_gain": {str(m): times["single"] / times["batch"] for m, times in ours.items()},
-        "overhead_vs_prefill_only": {str(m): times["batch"] / times["plain"] for m, times in ours.items()},
+                stock = timed(lambda: ask(engine, sender, batch_of(queries, largest, 1), budget=BUDGET))
+            others = {
+                "gain_of_compiled_kernel": in_torch["batch"] / ours[largest]["batch"],
+                "gain_vs_torch_native": stock / ours[largest]["batch"],
+            }
+    by_queries = {
+        "milliseconds_per_message": {m: 1e3 * times["batch"] / m for m, times in ours.items()},
+        "batch_gain": {m: times["single"] / times["batch"] for m, times in ours.items()},
+        "overhead_vs_prefill_only": {m: times["batch"] / times["plain"] for m, times in ours.items()},
+        "cpu_overhead_vs_prefill_only": {m: times["batch cpu"] / times["plain cpu"] for m, times in ours.items()},
     }
-    if stock is not None:
-        found["gain_vs_torch_native"] = {str(max(SIZES)): stock / ours[max(SIZES)]["batch"]}
+    found: dict[str, Any] = {name: table[largest] for name, table in by_queries.items()}
+    found |= others
+    for name, table in by_queries.items():
+        found[f"{name}_by_queries"] = {str(m): value for m, value in table.items()}
     print(json.dumps(found, indent=2))
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
@@ -66,19 +81,44 @@ def main() -> None:
 
 
 def measure(engine: Any, sender: list[int], queries: list[WrappedQuery], rounds: int, m: int) -> dict[str, float]:
-    """Median seconds for M queries as one batch, one after another, and as prefill-only requests."""
+    """Median seconds for M queries as one batch, one after another, and as prefill-only requests.
+
+    Under the kind's name wall seconds, under "<name> cpu" CPU seconds.
+    """
     kinds: dict[str, Callable[[list[WrappedQuery]], object]] = {
         "batch": lambda b: ask(engine, sender, b, budget=BUDGET),
         "single": lambda b: [ask(engine, sender, [q], budget=BUDGET) for q in b],
         "plain": lambda b: ask(engine, sender, b, budget=BUDGET, scored=False),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in kinds}
+    seconds: dict[str, list[float]] = {key: [] for name in kinds for key in (name, f"{name} cpu")}
     for number in range(rounds + 1):
         for name, run in kinds.items():
+            used = cpu_seconds()
             elapsed = timed(lambda r=run, n=number: r(batch_of(queries, m, n)))
+            used = cpu_seconds() - used
             if number:  # the first round warms up
                 seconds[name].append(elapsed)
+                seconds[f"{name} cpu"].append(used)
     return {name: statistics.median(found) for name, found in seconds.items()}
+
+
+def cpu_seconds() -> float:
+    """CPU time of the engine's processes so far."""
+    times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
+    return float(sum(t.user + t.system for t in times))
+
+
+@contextmanager
+def switched_off(variable: str) -> Iterator[None]:
+    """``variable`` is 0 in the environment of engines that start in here."""
+    before = os.environ.get(variable)
+    os.environ[variable] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(variable)
+        if before is not None:
+            os.environ[variable] = before
 
 
 @contextmanager

@@ -28,6 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from torch import Tensor
 
+from cb_kernels.cpu_moments import score_layer_cpu
+from cb_kernels.cpu_native import score_layer_native
+from cb_kernels.cpu_native_build import native_library
 from cb_kernels.moments import Moments
 from cb_kernels.plan import QuerySegment, ScoringPlan, plan_scoring
 from cb_kernels.reference import layer_lse, layer_moments
@@ -238,20 +241,30 @@ def measure(
     )
 
 
-def layer_call(batch: Batch, repeats: int) -> Callable[[], None]:
-    """``score_layer`` as the engine calls it, one layer after another."""
+def layer_call(batch: Batch, repeats: int, score: Callable[..., None] = score_layer) -> Callable[[], None]:
+    """``score_layer`` as the engine calls it, one layer after another; or one backend's."""
     plan = batch.plan(layers=repeats + 10)
 
     def call() -> None:
-        score_layer(plan, plan.layers_done, batch.q, batch.pool, batch.lse, scale=batch.scale)
+        score(plan, plan.layers_done, batch.q, batch.pool, batch.lse, scale=batch.scale)
 
     return call
 
 
-def relative_error(batch: Batch) -> float:
-    """The kernel against the float64 definition, worst over the first and the last query."""
+def implementations(device: str) -> dict[str, Callable[..., None]]:
+    """What can score a layer on this device."""
+    if device == "cuda":
+        return {"triton": score_layer}
+    found: dict[str, Callable[..., None]] = {"cpu in torch": score_layer_cpu}
+    if native_library() is not None:
+        found["cpu compiled"] = score_layer_native
+    return found
+
+
+def relative_error(batch: Batch, score: Callable[..., None]) -> float:
+    """A kernel against the float64 definition, worst over the first and the last query."""
     plan = batch.plan(layers=1)
-    score_layer(plan, 0, batch.q, batch.pool, batch.lse, scale=batch.scale)
+    score(plan, 0, batch.q, batch.pool, batch.lse, scale=batch.scale)
     results = plan.finish()
     worst = 0.0
     for query in {0, batch.queries - 1}:
@@ -384,12 +397,13 @@ def main() -> int:
                 continue
             batch = Batch(model, queries, positions, options.rows, device, dtype)
             repeats = 5 if device == "cpu" else 20
-            name = "triton" if device == "cuda" else "cpu"
-            report(measure(batch, name, layer_call(batch, repeats), peaks[device], repeats))
+            for name, score in implementations(device).items():
+                report(measure(batch, name, layer_call(batch, repeats, score), peaks[device], repeats))
             if device == "cuda":
                 report(measure(batch, "triton lse", batch.lse_kernel(), peaks[device], repeats))
             if options.rows * batch.heads * positions <= REFERENCE_LOGITS:
-                errors[label] = relative_error(batch)
+                for name, score in implementations(device).items():
+                    errors[f"{label}, {name}"] = relative_error(batch, score)
                 if queries == 1:
                     exact = torch.float32  # float64 is for truth, not for speed
 

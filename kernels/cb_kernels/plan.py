@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -42,8 +43,8 @@ class Carry:
     def empty(cls, *, layers: int, kv_heads: int, sender_len: int, device: torch.device | str) -> Carry:
         """A carry that has seen no rows. Takes ``4 * sender_len * (layers * kv_heads + 1)`` bytes."""
         return cls(
-            row_sums=[torch.zeros(kv_heads, sender_len, device=device) for _ in range(layers)],
-            row_energy=torch.zeros(sender_len, device=device),
+            row_sums=[torch.zeros(kv_heads, sender_len, dtype=torch.float32, device=device) for _ in range(layers)],
+            row_energy=torch.zeros(sender_len, dtype=torch.float32, device=device),
         )
 
 
@@ -163,8 +164,8 @@ class ScoringPlan:
         if last_row > q.shape[0]:
             raise ScoringInputError(f"segments reach row {last_row}; q has {q.shape[0]} rows")
 
-    def fold_layer(self, layer: int) -> None:
-        """Add the row sums of one layer to the moments (and to the carries). No host sync."""
+    def add_carries(self, layer: int) -> None:
+        """Add the row sums of one layer to the carries, and what the carries held to ``sum_a``. No host sync."""
         for index, segment in enumerate(self.segments):
             carry = segment.carry
             if carry is not None:
@@ -172,6 +173,10 @@ class ScoringPlan:
                 carry.row_sums[layer].add_(self.sum_a[:, columns])
                 self.sum_a[:, columns] = carry.row_sums[layer]
                 carry.row_energy.add_(self.sum_p[:, columns].sum(dim=0))
+
+    def fold_layer(self, layer: int) -> None:
+        """Add the row sums of one layer to the moments (and to the carries). No host sync."""
+        self.add_carries(layer)
         # One KV head at a time keeps the temporaries at a single row of the flat buffers.
         for head in range(self.kv_heads):
             row_mean = self.sum_a[head] * self.inverse_rows
@@ -265,7 +270,9 @@ def plan_scoring(
         members.setdefault((segment.kv_start, segment.sender_len), []).append(index)
     _check_carries(segments)
 
-    inverse_rows = torch.zeros(column, device=device)
+    # Kernels write through pointers: the type must not depend on torch's default.
+    zeros = partial(torch.zeros, dtype=torch.float32, device=device)
+    inverse_rows = zeros(column)
     for offset, segment in zip(offsets, segments, strict=True):
         inverse_rows[offset : offset + segment.sender_len].fill_(1.0 / segment.total_rows)
     return ScoringPlan(
@@ -283,11 +290,11 @@ def plan_scoring(
         order=float(order),
         scratch_bytes=scratch_bytes,
         backend=backend,
-        sum_a=torch.zeros(kv_heads, column, device=device),
-        sum_p=torch.zeros(kv_heads, column, device=device),
-        votes=torch.zeros(column, device=device),
-        energy=torch.zeros(column, device=device),
-        row_energy=torch.zeros(column, device=device),
+        sum_a=zeros(kv_heads, column),
+        sum_p=zeros(kv_heads, column),
+        votes=zeros(column),
+        energy=zeros(column),
+        row_energy=zeros(column),
         inverse_rows=inverse_rows,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from cb_kernels.cpu_moments import score_layer_cpu
+from cb_kernels.cpu_native import score_layer_native, takes_natively
 from cb_kernels.plan import ScoringPlan
 
 
@@ -23,5 +24,7 @@ def score_layer(plan: ScoringPlan, layer: int, q: Tensor, k_pool: Tensor, lse: T
         from cb_kernels.triton_moments import score_layer_triton
 
         score_layer_triton(plan, layer, q, k_pool, lse, scale=scale)
+    elif takes_natively(plan, k_pool):
+        score_layer_native(plan, layer, q, k_pool, lse, scale=scale)
     else:
         score_layer_cpu(plan, layer, q, k_pool, lse, scale=scale)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from cb_kernels.cpu_moments import score_layer_cpu
 from cb_kernels.keep import keep_positions, keep_positions_reference
 from cb_kernels.moments import Moments, cacheback_score, max_pool7, mean_query_score, pin_first
 from cb_kernels.plan import QuerySegment, plan_scoring
@@ -46,7 +48,7 @@ def _by_definition(tensors: dict[str, Tensor], meta: dict[str, str]) -> Moments:
     return sum(parts[1:], parts[0])
 
 
-def _by_kernel(tensors: dict[str, Tensor], meta: dict[str, str]) -> Moments:
+def _by_kernel(tensors: dict[str, Tensor], meta: dict[str, str], score: Callable[..., None] = score_layer) -> Moments:
     """Through the plan, with the sender's keys scattered over a pool that is otherwise NaN."""
     length, rows, heads = int(meta["T"]), int(meta["R"]), int(meta["heads"])
     slots = torch.randperm(2 * length, generator=torch.Generator().manual_seed(length))[:length]
@@ -64,7 +66,7 @@ def _by_kernel(tensors: dict[str, Tensor], meta: dict[str, str]) -> Moments:
         pool = torch.full((2 * length, *k_sender.shape[1:]), float("nan"), dtype=k_sender.dtype)
         pool[slots] = k_sender
         lse = layer_lse(q, k_sender, k_own, scale=scale, own_visible=0)
-        score_layer(plan, i, q, pool, lse, scale=scale)
+        score(plan, i, q, pool, lse, scale=scale)
     (moments,) = plan.finish()
     assert moments is not None
     return moments
@@ -72,7 +74,8 @@ def _by_kernel(tensors: dict[str, Tensor], meta: dict[str, str]) -> Moments:
 
 WAYS: dict[str, Callable[[dict[str, Tensor], dict[str, str]], Moments]] = {
     "definition": _by_definition,
-    "kernel": _by_kernel,
+    "kernel": _by_kernel,  # the compiled one, where there is a compiler
+    "kernel in torch": partial(_by_kernel, score=score_layer_cpu),
 }
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cb_kernels.errors import BudgetError
-from cb_kernels.keep import KeepResult, check_budget, keep_positions, keep_positions_reference
+from cb_kernels.keep import KeepResult, check_budget, coverage_budgets, keep_positions, keep_positions_reference
 
 EXAMPLES = settings(max_examples=150, deadline=None)
 
@@ -53,7 +53,16 @@ def _plain(query: Query, span: int) -> list[int]:
     return keep_positions_reference(query.scores, query.budget, query.protected, query.excluded, span)
 
 
-def _batched(batch: list[Query], span: int, *, filler: float = float("nan"), extra: int = 0) -> KeepResult:
+@dataclass(frozen=True)
+class Batch:
+    scores: torch.Tensor
+    lengths: torch.Tensor
+    budgets: torch.Tensor
+    protected: torch.Tensor
+    excluded: torch.Tensor
+
+
+def _tensors(batch: list[Query], *, filler: float = float("nan"), extra: int = 0) -> Batch:
     width = max(len(q.scores) for q in batch) + extra
     scores = torch.full((len(batch), width), filler)
     protected = torch.ones(len(batch), width, dtype=torch.bool)  # beyond the length: must be ignored
@@ -64,13 +73,19 @@ def _batched(batch: list[Query], span: int, *, filler: float = float("nan"), ext
         protected[i, :length] = False
         protected[i, query.protected] = True
         excluded[i, query.excluded] = True
+    lengths = torch.tensor([len(q.scores) for q in batch])
+    return Batch(scores, lengths, torch.tensor([q.budget for q in batch]), protected, excluded)
+
+
+def _batched(batch: list[Query], span: int, *, filler: float = float("nan"), extra: int = 0) -> KeepResult:
+    given = _tensors(batch, filler=filler, extra=extra)
     return keep_positions(
-        scores,
-        torch.tensor([len(q.scores) for q in batch]),
-        torch.tensor([q.budget for q in batch]),
+        given.scores,
+        given.lengths,
+        given.budgets,
         max_budget=max(q.budget for q in batch),
-        protected=protected,
-        excluded=excluded,
+        protected=given.protected,
+        excluded=given.excluded,
         span=span,
     )
 
@@ -141,6 +156,100 @@ def test_excluded_scores_cannot_be_read_off(query: Query, secret: float) -> None
     changed = [secret if p in query.excluded else s for p, s in enumerate(query.scores)]
     other = Query(changed, query.budget, query.protected, query.excluded)
     assert _plain(query, 16) == _plain(other, 16)
+
+
+# --- coverage
+
+# Quarters, so that every sum is exact in any order; -1 holds nothing.
+MASSES = st.sampled_from([0.0, -1.0, 0.25, 0.5, 1.0, 4.0])
+
+
+@st.composite
+def covered_queries(draw: st.DrawFn) -> Query:
+    query = draw(queries())
+    scores = draw(st.lists(MASSES, min_size=len(query.scores), max_size=len(query.scores)))
+    return Query(scores, query.budget, query.protected, query.excluded)
+
+
+def _covering_reference(query: Query, coverage: float, span: int) -> int:
+    """Grow the budget by whole spans, as the keep law takes them, until what is kept holds the share."""
+    usable = [p for p in range(len(query.scores)) if p not in query.excluded]
+    wanted = coverage * sum(max(0.0, query.scores[p]) for p in usable)
+
+    def held(budget: int) -> float:
+        if budget < 1:
+            return 0.0
+        kept = keep_positions_reference(query.scores, budget, query.protected, query.excluded, span)
+        return sum(max(0.0, query.scores[p]) for p in kept)
+
+    def is_whole(budget: int) -> bool:
+        """Whether a budget is met without cutting a span."""
+        kept = keep_positions_reference(query.scores, budget, query.protected, query.excluded, span)
+        for start in range(0, len(query.scores), span):
+            free = set(range(start, start + span)) & set(usable) - set(query.kept_protected)
+            if free & set(kept) not in (free, set()):
+                return False
+        return True
+
+    least = len(query.kept_protected)
+    sizes = [n for n in range(max(1, least), len(usable) + 1) if is_whole(n)]
+    found = least if held(least) >= wanted else next(n for n in sizes if held(n) >= wanted)
+    return max(1, min(found, query.budget))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(covered_queries(), min_size=1, max_size=3),
+    st.sampled_from([1, 3, 16, 100]),
+    st.sampled_from([0.25, 0.5, 0.75, 1.0]),
+)
+def test_coverage_is_the_smallest_budget_of_whole_spans(batch: list[Query], span: int, coverage: float) -> None:
+    given = _tensors(batch)
+    found = coverage_budgets(
+        given.scores,
+        given.lengths,
+        given.budgets,
+        torch.full((len(batch),), coverage),
+        protected=given.protected,
+        excluded=given.excluded,
+        span=span,
+    )
+    assert found.tolist() == [_covering_reference(query, coverage, span) for query in batch]
+
+
+@EXAMPLES
+@given(queries(), st.floats(0.0, 1.0, exclude_min=True, width=32))
+def test_coverage_of_any_scores_is_a_budget_that_can_be_kept(query: Query, coverage: float) -> None:
+    """Also of NaN, infinities and huge scores; more coverage never takes fewer positions."""
+    given = _tensors([query, query])
+    both = coverage_budgets(
+        given.scores,
+        given.lengths,
+        given.budgets,
+        torch.tensor([coverage, 1.0]),
+        protected=given.protected,
+        excluded=given.excluded,
+    ).tolist()
+    least = max(1, len(query.kept_protected))
+    assert least <= both[0] <= both[1] <= max(least, query.budget)
+
+
+def test_coverage_by_hand() -> None:
+    scores = torch.zeros(1, 64)
+    scores[0, 20:24], scores[0, 50] = 1.0, 2.0
+    protected = torch.zeros(1, 64, dtype=torch.bool)
+    protected[0, 0] = True
+
+    def budget(coverage: float, cap: int = 64) -> int:
+        lengths, caps = torch.tensor([64]), torch.tensor([cap])
+        return int(coverage_budgets(scores, lengths, caps, torch.tensor([coverage]), protected=protected))
+
+    assert budget(0.6) == 17, "position 0 and the second span, 4 of 6"
+    assert budget(0.7) == 33, "and the fourth"
+    assert budget(1.0) == 33, "the others hold nothing"
+    assert budget(0.7, cap=20) == 20
+    scores[0] = 0.0
+    assert budget(1.0) == 1, "there is nothing to hold"
 
 
 def test_by_hand() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import cb_kernels.cpu_moments as cpu_moments
+from cb_kernels.cpu_native_build import SWITCH, native_library
 from cb_kernels.errors import ScoringInputError
 from cb_kernels.moments import Moments
 from cb_kernels.plan import Carry, QuerySegment, ScoringPlan, plan_scoring
@@ -19,6 +20,20 @@ from cb_kernels.reference import layer_lse, layer_moments
 from cb_kernels.score import score_layer
 
 RTOL = 1e-5
+
+
+@pytest.fixture(scope="module", autouse=True, params=["compiled", "torch"])
+def path(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every test here runs on both ways to score on a CPU; in one thread, since its shapes are small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setenv(SWITCH, "0")
+        elif native_library() is None:
+            pytest.skip("no compiled kernel on this machine (see the log for what it lacks)")
+        yield request.param
+    torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)
@@ -163,9 +178,16 @@ def test_half_precision_pools_are_read_exactly(dtype: torch.dtype) -> None:
     check(Problem(Shape(4, 2, 64, 1, [300], [(0, 20, 0)], dtype=dtype)))
 
 
+@pytest.mark.parametrize("length", [257, 258, 259, 261, 515, 516, 517])
+def test_lengths_around_the_compiled_block_of_258(length: int) -> None:
+    check(Problem(Shape(4, 2, 32, 1, [length], [(0, 5, 0), (0, 6, 0), (0, 7, 0), (0, 1, 0)])))
+
+
 @pytest.mark.parametrize("block_logits", [1, 1 << 14])
-def test_block_and_chunk_sizes_change_nothing(monkeypatch: pytest.MonkeyPatch, block_logits: int) -> None:
+def test_block_and_chunk_sizes_change_nothing(monkeypatch: pytest.MonkeyPatch, path: str, block_logits: int) -> None:
     """Many short blocks (the last one single) and rows cut into many chunks: seams must not show."""
+    if path != "torch":
+        pytest.skip("the compiled kernel's block is fixed")
     monkeypatch.setattr(cpu_moments, "_BLOCK_LOGITS", block_logits)
     monkeypatch.setattr(cpu_moments, "_CHUNK_LOGIT_ROWS", 28)
     for length in (64 * 5, 64 * 5 + 1, 64 * 5 + 2, 64 * 5 - 1):
@@ -179,7 +201,9 @@ def test_a_small_scratch_is_enough() -> None:
         problem.plan(scratch_bytes=1000)
 
 
-def test_keys_are_read_once_for_all_queries_of_a_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_are_read_once_for_all_queries_of_a_sender(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    if path != "torch":
+        pytest.skip("nothing to count from here: an item of the compiled kernel holds all queries of its sender")
     read: list[int] = []
     original: Callable[..., Tensor] = cpu_moments._block_keys
 
@@ -200,6 +224,13 @@ def test_order_of_the_batch_changes_nothing() -> None:
     for one, other in zip(straight, backward, strict=True):
         assert one is not None
         assert_moments(other, one, rtol=2e-6)
+
+
+def test_one_row_is_its_own_mean() -> None:
+    """Both energies of a single voting row are the same number, or rounding would decide between equal scores."""
+    problem = Problem(Shape(8, 2, 16, 3, [190], [(0, 1, 0)]))
+    (moments,) = problem.run(problem.plan())
+    assert moments is not None and torch.equal(moments.energy, moments.row_energy)
 
 
 def test_unused_slots_and_rows_are_never_read() -> None:

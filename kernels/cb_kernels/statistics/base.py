@@ -26,14 +26,13 @@ class Statistic(ABC):
     * Memory is bounded: attention exists one block of rows of one KV head at a time (``scratch_bytes``, but never
       less than one row), besides accumulators of at most ``layers * kv_heads * sender_len`` numbers.
     * Tensor parallelism: each rank constructs with the heads it holds. Every statistic is a mean over heads or KV
-      heads, so the ranks' ``finish`` vectors are averaged (``reduction``); ranks must hold equally many heads.
+      heads, so the ranks' ``finish`` vectors are averaged; ranks must hold equally many heads. Maxima over heads are in
+      ``peaks``.
     """
 
     name: ClassVar[str]
     needs_chunk: ClassVar[bool] = False
     """True for a statistic of one chunk of the sender; the results of all chunks are added up."""
-    reduction: ClassVar[str] = "mean"
-    """How the vectors of tensor-parallel ranks combine."""
 
     def __init__(
         self,
@@ -70,6 +69,9 @@ class Statistic(ABC):
         self.first, self.stop = self._rows()
         self._next = [self.first] * layers
         self._finished = False
+        self.peaks = torch.zeros(0, device=self.device)
+        """Maxima over this rank's heads that ``finish`` reads, float32 [n]; n = 0 if there are none. Each rank must
+        have put in the largest of all ranks before."""
 
     @classmethod
     @abstractmethod
@@ -112,7 +114,7 @@ class Statistic(ABC):
             self._close_layer(layer)
 
     def finish(self) -> Tensor:
-        """This rank's result, float32 [sender_len]; see ``reduction`` for several ranks.
+        """This rank's result, float32 [sender_len]; of several ranks, the mean is wanted.
 
         Raises ``ScoringInputError`` if rows are missing or it was called before.
         """

@@ -21,8 +21,7 @@ class ChunkKv(WindowStatistic):
     layers, for the columns before the window. Latent columns are 0.
 
     The window's own columns get the mean over layers of (the layer's largest smoothed score of any KV head) + 1, as
-    in the paper authors' implementation. That maximum is the one thing that tensor-parallel ranks cannot average
-    exactly; it only tells how far the window is above the rest. The selector takes the means of chunks.
+    in the paper authors' implementation; those maxima are the ``peaks``. The selector takes the means of chunks.
     """
 
     name: ClassVar[str] = "chunkkv"
@@ -57,6 +56,7 @@ class ChunkKv(WindowStatistic):
             scratch_bytes=scratch_bytes,
             window=window,
         )
+        self.peaks = torch.zeros(layers, device=self.device)
 
     def _rows(self) -> tuple[int, int | None]:
         self._open: dict[int, Tensor] = {}
@@ -69,16 +69,20 @@ class ChunkKv(WindowStatistic):
         self._open[layer][head] += sums[: self.first]
 
     def _close_layer(self, layer: int) -> None:
-        first = self.first
-        window = self.sender_len - self.latent_len - first
-        mean = self._open.pop(layer) / (self.group_size * window)
-        if first == 0:  # a prompt no longer than the window
-            self._scores[:window] += 1.0
+        sums = self._open.pop(layer)
+        if self.first == 0:  # a prompt no longer than the window
             return
+        mean = sums / (self.group_size * (self._prompt_len - self.first))
         # The pool is linear: it may as well follow the mean in the head group.
         smooth = torch.nn.functional.avg_pool1d(mean[None], self.pool, stride=1, padding=self.pool // 2)[0]
-        self._scores[:first] += smooth.mean(dim=0)
-        self._scores[first : first + window] += smooth.max() + 1.0
+        self._scores[: self.first] += smooth.mean(dim=0)
+        self.peaks[layer] = smooth.max()
 
     def _result(self) -> Tensor:
-        return self._scores / self.layers
+        scores = self._scores / self.layers
+        scores[self.first : self._prompt_len] = self.peaks.double().mean() + 1.0
+        return scores
+
+    @property
+    def _prompt_len(self) -> int:
+        return self.sender_len - self.latent_len
