@@ -102,6 +102,9 @@ def _from_turns(
     wanted = [turn.model_dump() for turn in turns]
     ids = _apply_chat_template(tokenizer, wanted, tokenize=True)
     roles = {span.role for span in private if span.role is not None}
+    absent = roles - {turn.role for turn in turns}
+    if absent:
+        raise InvalidRequestError(f"no message has the private role {min(absent)!r}", param="private")
     runs: Runs = ()
     if roles:
         text = _apply_chat_template(tokenizer, wanted, tokenize=False)

@@ -24,7 +24,7 @@ async def merge(*sources: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
             async with aclosing(source):
                 async for item in source:
                     taken.put_nowait(item)
-        except Exception as failure:
+        except BaseException as failure:
             error = failure
         taken.put_nowait(_Ended(error))
 

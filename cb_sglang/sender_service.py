@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -120,8 +120,9 @@ class SenderService:
     async def forget(self, tenant: Tenant, sender_id: str) -> None:
         """Delete a sender. Raises SenderNotFoundError, EngineError, StoreError."""
         sender = self.registry.peek(tenant.name, sender_id)
-        self.registry.remove(tenant.name, sender_id)
+        # From the store first: where that fails, the sender is still there, and not back after a restart.
         await self._database.run(self._store.remove, [sender_id])
+        self.registry.remove(tenant.name, sender_id)
         self._seen_cached.pop(sender_id, None)
         if sender.id in self._locked:
             await self._unpin(sender)
@@ -194,10 +195,11 @@ class SenderService:
             )
         )
 
-    async def sent_before(self, sender: RegisteredSender, options: wire.Query) -> Runs:
+    async def sent_before(self, sender: RegisteredSender, options: wire.Query, one_of: Collection[str] = ()) -> Runs:
         """The positions that the messages named by ``exclude`` and ``since`` brought, of this sender or its lineage.
 
-        Raises InvalidRequestError for a message that is not known, or is another sender's.
+        Raises InvalidRequestError for a message that is not known, or is that of a sender neither of the lineage nor
+        in ``one_of``.
         """
         wanted = {name: "exclude" for name in options.exclude or []}
         if options.since is not None:
@@ -209,6 +211,8 @@ class SenderService:
         runs: list[tuple[int, int]] = []
         for name, field in wanted.items():
             record = found.get(name)
+            if record is not None and record.sender in one_of and record.sender not in lineage:
+                continue
             if record is None or record.sender not in lineage:
                 raise InvalidRequestError(f"{name} is no message of this sender that is still on record", param=field)
             runs += record.spans
@@ -270,6 +274,8 @@ class SenderService:
     async def _admit(
         self, tenant: Tenant, content: SenderContent, request: wire.SenderRequest | wire.ExtendRequest
     ) -> wire.Sender:
+        if self.engine.stopping:
+            raise CapacityError("the server is shutting down; send the request to another one, or again later")
         total, most = len(content.input_ids) + content.latent, self.engine.max_input - 1
         # One query token and one output position must still fit behind it.
         if total > most:
@@ -361,6 +367,8 @@ class SenderService:
             sender = sender.with_latent_rows(await self.engine.latent_rows(before, sender.latent))
         cached = await self.engine.prefill(self.context(sender))
         self._seen_cached[sender.id] = time.monotonic()
+        if len(self._seen_cached) > 2 * self.settings.senders.total.senders:
+            del self._seen_cached[next(iter(self._seen_cached))]
         return _Ready(sender, cached)
 
     def _lineage(self, sender: RegisteredSender) -> set[str]:

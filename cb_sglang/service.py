@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -49,12 +49,16 @@ class MessageService:
         """Raises StoreError."""
         return cls(engine, settings, await SenderService.start(engine, settings, secret))
 
-    def messages(self, tenant: Tenant, sender_id: str, request: wire.MessagesRequest) -> AsyncGenerator[Made, None]:
+    def messages(
+        self, tenant: Tenant, sender_id: str, request: wire.MessagesRequest, *, one_of: Collection[str] = ()
+    ) -> AsyncGenerator[Made, None]:
         """One message a query, as they finish (``index`` tells which). Raises SenderNotFoundError at once.
+
+        one_of: the senders of a call of several, whose messages ``exclude`` may name besides this one's.
 
         Iterating raises what is wrong with a query, CapacityError, RateLimitError, EngineError, StoreError.
         """
-        return self._messages(self.senders.registry.get(tenant.name, sender_id), request)
+        return self._messages(self.senders.registry.get(tenant.name, sender_id), request, one_of)
 
     async def transfers(self, tenant: Tenant, request: wire.TransfersRequest) -> AsyncGenerator[wire.Transfer, None]:
         """One message for every sender and query, as they finish; an error stands for its pair alone."""
@@ -84,7 +88,12 @@ class MessageService:
         receiver = receiver.model_copy(update={"senders": max(receiver.senders, len(wanted.senders or []))})
         request = wire.MessagesRequest(**{**fields, "queries": [query], "receiver": receiver, "stream": False})
         made: dict[str, Made] = {}
-        sources = merge(*(self.messages(tenant, sender_id, request) for sender_id in wanted.senders or []))
+        sources = merge(
+            *(
+                self.messages(tenant, sender_id, request, one_of=wanted.senders or [])
+                for sender_id in wanted.senders or []
+            )
+        )
         async with aclosing(sources):
             async for each in sources:
                 made[each.message.sender] = each
@@ -125,14 +134,16 @@ class MessageService:
 
     # --- one call over one sender
 
-    async def _messages(self, sender: RegisteredSender, request: wire.MessagesRequest) -> AsyncGenerator[Made, None]:
+    async def _messages(
+        self, sender: RegisteredSender, request: wire.MessagesRequest, one_of: Collection[str]
+    ) -> AsyncGenerator[Made, None]:
         started, now = time.perf_counter(), time.monotonic()
         if self.engine.stopping:
             raise CapacityError("the server is shutting down; send the request to another one, or again later")
         before: dict[int, Runs] = {}
 
         async def excluded(index: int, options: wire.Query) -> Runs:
-            before[index] = await self.senders.sent_before(sender, options)
+            before[index] = await self.senders.sent_before(sender, options, one_of)
             return union([*sender.private, *before[index]])
 
         template = self.settings.query_template
@@ -171,7 +182,22 @@ class MessageService:
         receivers: Receivers,
         deadline: float,
     ) -> AsyncGenerator[tuple[QueryPlan, Scored, Grant, float], None]:
-        """A group of queries: admitted together, granted one by one, scored as one engine batch."""
+        """A group of queries: granted one by one, then admitted together and scored as one engine batch.
+
+        Grants come first: who waits for room in the pool must not hold a place that those who have it need.
+        """
+        grants = [
+            await receivers.grant(
+                plan.asked,
+                plan.minimum,
+                policy=request.policy,
+                min_budget=request.min_budget,
+                described=request.receiver,
+                deadline=deadline,
+            )
+            for plan in plans
+        ]
+        granted = [plan.granted(found.granted) for plan, found in zip(plans, grants, strict=True)]
         rows = sum(self._rows(sender, plan) for plan in plans)
         async with self.admission.admit(
             tenant=sender.tenant,
@@ -181,18 +207,6 @@ class MessageService:
             deadline=max(1e-3, deadline - time.monotonic()),
         ) as ticket:
             self._report_load()
-            grants = [
-                await receivers.grant(
-                    plan.asked,
-                    plan.minimum,
-                    policy=request.policy,
-                    min_budget=request.min_budget,
-                    described=request.receiver,
-                    deadline=deadline,
-                )
-                for plan in plans
-            ]
-            granted = [plan.granted(found.granted) for plan, found in zip(plans, grants, strict=True)]
             if granted[0].needs_engine:
                 context = self.senders.context(sender)
                 async with aclosing(self.engine.score([plan.request(sender, context) for plan in granted])) as batch:
@@ -252,7 +266,7 @@ class MessageService:
         try:
             fields = {name: getattr(request, name) for name in wire.MessagesRequest.model_fields}
             one = wire.MessagesRequest(**{**fields, "queries": [request.queries[index]], "stream": False})
-            async with aclosing(self.messages(tenant, sender_id, one)) as made:
+            async with aclosing(self.messages(tenant, sender_id, one, one_of=request.senders)) as made:
                 async for each in made:
                     message = each.message.model_copy(update={"index": index})
                     yield wire.Transfer(sender=sender_id, query=index, message=message)

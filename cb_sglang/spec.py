@@ -110,8 +110,8 @@ class ScoringSpec(_Spec):
         runs = self.excluded
         if len(runs) % 2 or any(a >= b for a, b in pairwise(runs)) or (runs and runs[-1] > self.sender_len):
             raise InvalidRequestError("excluded must hold the borders of ascending runs within the sender")
-        if not self.coverage <= 1.0:
-            raise InvalidRequestError("coverage must be at most 1")
+        if not 0.0 <= self.coverage <= 1.0:
+            raise InvalidRequestError("coverage must lie between 0 and 1")
         protected, available = protected_and_available(self.sender_len, self.latent_len, self.excluded_runs)
         if not max(1, protected) <= self.budget <= available:
             raise InvalidRequestError(

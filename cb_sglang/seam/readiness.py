@@ -20,15 +20,26 @@ REFUSAL = "cacheback_refusal"
 
 def report_refusal(original: Callable[..., dict[str, Any]], scheduler: Any) -> dict[str, Any]:
     """Hook in the scheduler process: add the reason to its report, if there is one."""
+    report = original(scheduler)
+    reason = _refusal(scheduler)
+    if reason is not None:
+        logger.warning("cb-sglang: messages are not available: %s", reason)
+        report[REFUSAL] = reason
+    return report
+
+
+def _refusal(scheduler: Any) -> str | None:
     from cb_sglang.seam.layers import ScoredLayers
 
-    report = original(scheduler)
     try:
         ScoredLayers.of(scheduler.tp_worker.model_runner)
     except SeamError as error:
-        logger.warning("cb-sglang: messages are not available: %s", error)
-        report[REFUSAL] = error.message
-    return report
+        return error.message
+    except Exception as error:
+        # A kind of model that we have never seen must not keep SGLang from serving it.
+        logger.exception("cb-sglang cannot read the layers of this model")
+        return f"the layers of this model cannot be read ({type(error).__name__}: {error})"
+    return None
 
 
 def require_scorable_model() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cb_server.bodies import of_body, read_body, replayed
+from cb_server.bodies import read_body, replayed
 from cb_server.guard import NoSuchEndpointError, count_error, error_response
 from cb_server.observe import is_ours
 from cb_sglang.errors import CacheBackError, InvalidRequestError
@@ -69,7 +69,7 @@ class TenantAccess:
             return receive
         if path not in _PROMPTED or scope["method"] != "POST":
             raise NoSuchEndpointError(f"{scope['method']} {path} is not open to tenants of this server")
-        return replayed([of_body(await self._in_namespace(tenant, scope, receive))], receive)
+        return replayed(await self._in_namespace(tenant, scope, receive), receive)
 
     async def _in_namespace(self, tenant: Tenant, scope: Scope, receive: Receive) -> bytes:
         body = await read_body(receive)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 from starlette.types import Message, Receive
 
@@ -21,41 +21,49 @@ class BodyTooLargeError(InvalidRequestError):
         super().__init__(f"the body exceeds {MAX_BODY_BYTES} bytes; send less")
 
 
-async def read_messages(receive: Receive) -> tuple[list[Message], bool]:
-    """The ASGI messages of a body, and whether that is all of it: reading stops beyond MAX_BODY_BYTES."""
-    messages: list[Message] = []
-    size = 0
-    while size <= MAX_BODY_BYTES:
-        messages.append(await receive())
-        size += len(messages[-1].get("body", b""))
-        if messages[-1]["type"] != "http.request" or not messages[-1].get("more_body", False):
-            return messages, size <= MAX_BODY_BYTES
-    return messages, False
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What has been read of a body. ``complete``: it was all; ``gone``: the client has left meanwhile."""
+
+    body: bytes
+    complete: bool
+    gone: bool
+
+    def then(self, receive: Receive) -> Receive:
+        """A ``receive`` that gives this, and then what ``receive`` gives, as if nobody had read it."""
+        pending: list[Message] = [{"type": "http.request", "body": self.body, "more_body": not self.complete}]
+        if self.gone:
+            pending = [{"type": "http.disconnect"}]
+
+        async def replay() -> Message:
+            return pending.pop() if pending else await receive()
+
+        return replay
+
+
+async def read(receive: Receive) -> Read:
+    """The body, as far as MAX_BODY_BYTES and the next message of it."""
+    body = bytearray()
+    while len(body) <= MAX_BODY_BYTES:
+        message = await receive()
+        if message["type"] != "http.request":
+            return Read(bytes(body), complete=False, gone=True)
+        body += message.get("body", b"")
+        if not message.get("more_body", False):
+            return Read(bytes(body), complete=True, gone=False)
+    return Read(bytes(body), complete=False, gone=False)
 
 
 async def read_body(receive: Receive) -> bytes:
-    """The whole body. Raises BodyTooLargeError."""
-    messages, complete = await read_messages(receive)
-    if not complete:
+    """The whole body; empty when the client has left. Raises BodyTooLargeError."""
+    found = await read(receive)
+    if found.gone:
+        return b""
+    if not found.complete or len(found.body) > MAX_BODY_BYTES:
         raise BodyTooLargeError
-    return joined(messages)
+    return found.body
 
 
-def joined(messages: Sequence[Message]) -> bytes:
-    """The bytes that these messages bring."""
-    return b"".join(message.get("body", b"") for message in messages)
-
-
-def replayed(messages: Sequence[Message], then: Receive) -> Receive:
-    """A ``receive`` that gives these messages, and then what ``then`` gives."""
-    pending = list(reversed(messages))
-
-    async def receive() -> Message:
-        return pending.pop() if pending else await then()
-
-    return receive
-
-
-def of_body(body: bytes) -> Message:
-    """A whole body as one message."""
-    return {"type": "http.request", "body": body, "more_body": False}
+def replayed(body: bytes, receive: Receive) -> Receive:
+    """A ``receive`` that gives a whole body, and then what ``receive`` gives."""
+    return Read(body, complete=True, gone=False).then(receive)

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from cb_server.bodies import joined, read_messages, replayed
+from cb_server.bodies import read
 from cb_server.context import service_of, tenant_of, until_disconnect
 from cb_server.guard import count_error, error_response, from_validation, unexpected
 from cb_sglang import wire
@@ -44,10 +44,10 @@ class ChatWithMessages:
         self._original = original
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        seen, complete = await read_messages(receive)
-        parsed = _with_field(joined(seen)) if complete else None
+        seen = await read(receive)
+        parsed = _with_field(seen.body) if seen.complete else None
         if parsed is None:
-            return await self._original.handle(scope, replayed(seen, receive), send)
+            return await self._original.handle(scope, seen.then(receive), send)
         request = Request(scope, receive)
         try:
             response = await _answer(parsed, request)

@@ -17,7 +17,7 @@ from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from cb_server.bodies import of_body, read_body, replayed
+from cb_server.bodies import read_body, replayed
 from cb_sglang import wire
 from cb_sglang.errors import CacheBackError, CapacityError, InvalidRequestError
 
@@ -61,7 +61,9 @@ class GuardedRoute(APIRoute):
             except HTTPException as error:
                 return error_response(_from_http(error))
             except Exception:
-                return error_response(unexpected(f"{request.method} {request.url.path}"))
+                failure = unexpected(f"{request.method} {request.url.path}")
+                count_error(request.app, failure.code)
+                return error_response(failure)
 
         return guarded
 
@@ -101,7 +103,7 @@ async def _with_bounded_json(request: Request) -> Request:
     if media_type != "application/json":
         raise InvalidRequestError(f"send JSON with Content-Type: application/json, not {media_type or 'none'}")
     body = await read_body(request.receive)
-    return Request(request.scope, replayed([of_body(body)], request.receive))
+    return Request(request.scope, replayed(body, request.receive))
 
 
 def from_validation(
@@ -124,15 +126,23 @@ def from_validation(
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    path, before = "", None
+    path, before, of_list = "", None, None
     for part in location:
         if isinstance(part, int):
             path += f"[{part}]"
+            of_list = before
         # pydantic names the form of a query or message (its tag in wire.py) behind its index or field.
-        elif not (part in _FORMS and (isinstance(before, int) or before == "query")):
+        elif not (part in _FORMS and _is_tagged(before, of_list, location[0])):
             path += f".{part}" if path else part
         before = part
     return path
+
+
+def _is_tagged(before: int | str | None, of_list: int | str | None, first: int | str) -> bool:
+    """Whether what stands behind ``before`` is the tag of a form. Chat turns, in a list called messages, have none."""
+    if isinstance(before, int):
+        return of_list in ("queries", "inherits") or (of_list == "messages" and first == "cacheback")
+    return before == "query"
 
 
 def _from_http(error: HTTPException) -> InvalidRequestError:

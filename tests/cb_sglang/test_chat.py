@@ -28,7 +28,11 @@ def rendered(turns: list[dict[str, Any]]) -> str:
 
 
 def test_blocks_stand_in_order_before_the_last_user_turn() -> None:
-    turns = [{"role": "user", "content": "first"}, {"role": "user", "content": "who?"}, {"role": "tool", "content": "t"}]
+    turns = [
+        {"role": "user", "content": "first"},
+        {"role": "user", "content": "who?"},
+        {"role": "tool", "content": "t"},
+    ]
     changed, inserts = with_blocks(turns, BLOCKS)
     assert turns[1]["content"] == "who?", "the caller's are as they were"
     assert [changed[0], changed[2]] == [turns[0], turns[2]]
@@ -105,7 +109,7 @@ def test_the_query_is_the_last_user_turn(turns: list[Any], text: str) -> None:
     ids=str,
 )
 def test_without_text_there_is_no_query(turns: list[Any]) -> None:
-    with pytest.raises(InvalidRequestError, match="give cacheback.query") as caught:
+    with pytest.raises(InvalidRequestError, match=r"give cacheback\.query") as caught:
         last_user_text(turns)
     assert caught.value.param == "cacheback.query"
 

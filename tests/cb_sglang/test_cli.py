@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from typer.testing import CliRunner
 
 from cb_sglang import cli, launch
 from cb_sglang.errors import InvalidRequestError, SeamError
-from cb_sglang.service import Settings
-from cb_sglang.templates import DEFAULT_TEMPLATE
+from cb_sglang.settings import Settings
+from cb_sglang.tenants import VARIABLE, Tenant, Tenants
 
 
 @pytest.fixture
@@ -26,6 +27,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], Settings]
         calls.append((list(arguments), settings))
 
     monkeypatch.setattr(launch, "launch", record)
+    monkeypatch.delenv(VARIABLE, raising=False)
     return calls
 
 
@@ -34,15 +36,54 @@ def serve(*arguments: str) -> Any:
 
 
 def test_defaults(launched: list[tuple[list[str], Settings]]) -> None:
+    """Those of the settings themselves; who is alone on a server may hold all of it."""
     assert serve().exit_code == 0
-    assert launched == [([], Settings(query_template=DEFAULT_TEMPLATE, max_senders=4_096))]
+    ((arguments, settings),) = launched
+    alone = replace(Settings(), admission=replace(Settings().admission, tenant_share=1.0))
+    assert (arguments, settings) == ([], alone)
 
 
 def test_sglang_s_arguments_go_through_in_order(launched: list[tuple[list[str], Settings]]) -> None:
     theirs = ["--model-path", "some/model", "--tp", "2", "--port=31000", "--enable-metrics", "--json-args", '{"a": 1}']
     result = serve(*theirs[:3], "--max-senders", "7", *theirs[3:], "--query-template", "Q {query}")
     assert result.exit_code == 0, result.output
-    assert launched == [(theirs, Settings(query_template="Q {query}", max_senders=7))]
+    ((arguments, settings),) = launched
+    assert arguments == theirs
+    assert (settings.query_template, settings.senders.total.senders) == ("Q {query}", 7)
+
+
+def test_every_option_reaches_its_setting(launched: list[tuple[list[str], Settings]], tmp_path: Path) -> None:
+    folder, keys = str(tmp_path / "data"), str(tmp_path / "keys")
+    result = serve(
+        *("--data-dir", folder, "--tenant-keys", keys, "--tenant-share", "0.25", "--ttl", "60", "--deadline", "5"),
+        *("--max-running-rows", "256", "--max-waiting", "32", "--max-audit", "99"),
+    )
+    assert result.exit_code == 0, result.output
+    ((arguments, settings),) = launched
+    assert arguments == [] and (settings.data_dir, settings.tenant_keys) == (Path(folder), Path(keys))
+    assert (settings.senders.tenant_share, settings.senders.default_ttl, settings.max_audit) == (0.25, 60.0, 99)
+    admission = settings.admission
+    assert (admission.tenant_share, admission.default_deadline) == (0.25, 5.0)
+    assert (admission.max_running_rows, admission.max_waiting) == (256, 32)
+
+
+def test_keys_in_the_environment_bound_a_tenant_too(
+    launched: list[tuple[list[str], Settings]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "alice:" + "0" * 64)
+    assert serve().exit_code == 0
+    ((_, settings),) = launched
+    assert settings.senders.tenant_share == settings.admission.tenant_share == 0.5
+
+
+def test_a_key_is_shown_once_and_its_line_opens_the_door() -> None:
+    made = CliRunner().invoke(cli.app, ["key", "team-a"])
+    assert made.exit_code == 0
+    shown = made.stderr.strip().rpartition(" ")[2]
+    assert shown not in made.stdout
+    assert Tenants.parse(made.stdout, "test").authenticate(f"Bearer {shown}") == Tenant("team-a")
+    refused = CliRunner().invoke(cli.app, ["key", "Team A"])
+    assert refused.exit_code == 1 and refused.stdout == "" and "a tenant's name is" in refused.stderr
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "many", "1000001"])
@@ -95,31 +136,45 @@ def embedded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_without_a_model_the_embedded_one_is_served(embedded: Path) -> None:
-    assert launch.complete(["--port", "1"]) == [
-        *("--port", "1"),
+def test_without_a_model_the_embedded_one_is_served_with_a_template(embedded: Path) -> None:
+    completed = launch.complete(["--port", "1"])
+    template = completed[completed.index("--chat-template") + 1]
+    assert completed == [
+        *("--port", "1", "--enable-metrics"),
         *("--model-path", str(embedded), "--served-model-name", "gemma-3-270m"),
+        *("--chat-template", template),
         *("--device", "cpu"),
     ]
+    assert Path(template).is_file()
+    assert launch.complete(["--chat-template", "mine"]).count("--chat-template") == 1
 
 
 @pytest.mark.parametrize("given", [["--model-path", "m"], ["--model-path=m"], ["--model", "m"]])
 def test_a_given_model_is_served(embedded: Path, given: list[str]) -> None:
-    assert launch.complete(given) == [*given, "--device", "cpu"]
+    assert launch.complete(given) == [*given, "--enable-metrics", "--device", "cpu"]
 
 
 def test_a_given_device_stays(embedded: Path) -> None:
-    assert launch.complete(["--model", "m", "--device", "cuda"]) == ["--model", "m", "--device", "cuda"]
+    given = ["--model", "m", "--device", "cuda", "--enable-metrics"]
+    assert launch.complete(given) == given
 
 
 def test_with_cuda_nothing_forces_the_cpu(embedded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from cb_sglang.seam import platform
 
     monkeypatch.setattr(platform, "activate", lambda: None)
-    assert launch.complete(["--model", "m"]) == ["--model", "m"]
+    assert launch.complete(["--model", "m"]) == ["--model", "m", "--enable-metrics"]
 
 
 @pytest.mark.parametrize("flag", ["--disable-radix-cache", "--skip-tokenizer-init"])
 def test_flags_that_cannot_work_are_refused(embedded: Path, flag: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"{flag} cannot be used with cb-sglang: "):
         launch.complete(["--model", "m", flag])
+
+
+def test_tenants_keys_take_the_place_of_sglang_s(embedded: Path) -> None:
+    assert "--skip-server-warmup" in launch.complete(["--model", "m"], with_tenants=True)
+    for flag in ("--api-key", "--admin-api-key=x", "--grpc-mode"):
+        with pytest.raises(InvalidRequestError, match=r"give one of them|gRPC knows no tenants"):
+            launch.complete(["--model", "m", flag], with_tenants=True)
+        assert flag in launch.complete(["--model", "m", flag])

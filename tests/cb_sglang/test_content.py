@@ -147,9 +147,7 @@ def test_a_template_that_changes_the_text_hides_where_it_is() -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
     try:
         with pytest.raises(InvalidRequestError, match="mark tokens") as caught:
-            content(
-                tokenizer, messages=[{"role": "system", "content": "key"}], private=[{"role": "system"}]
-            )
+            content(tokenizer, messages=[{"role": "system", "content": "key"}], private=[{"role": "system"}])
         assert caught.value.param == "private"
     finally:
         tokenizer.chat_template = None

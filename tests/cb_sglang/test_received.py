@@ -34,7 +34,9 @@ PARTS = {
 
 def payload(encoding: Any, **changes: Any) -> MessagePayload:
     facts: dict[str, Any] = {"id": "m", "sender": "s", "index": 0, "query_hash": "q", "sender_positions": 9}
-    return MessagePayload(**{**facts, **ORIGIN, "encoding": encoding, "positions": (0, 4, 5), **CONTENT[encoding], **changes})
+    return MessagePayload(
+        **{**facts, **ORIGIN, "encoding": encoding, "positions": (0, 4, 5), **CONTENT[encoding], **changes}
+    )
 
 
 def message(encoding: Any, **changes: Any) -> wire.ReceivedMessage:
@@ -62,7 +64,9 @@ def test_only_text_can_be_read_by_another_model(encoding: str, origin: str) -> N
     if encoding == "text":
         assert read(foreign) == PARTS["text"]
         return
-    with pytest.raises(InvalidRequestError, match=f"another {origin.split('_')[0]} .* ask its sender for encoding text"):
+    with pytest.raises(
+        InvalidRequestError, match=f"another {origin.split('_')[0]} .* ask its sender for encoding text"
+    ):
         read(foreign)
 
 

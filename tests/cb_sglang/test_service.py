@@ -288,7 +288,9 @@ def test_a_server_on_its_way_out_takes_nothing_new() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"query_template": "no place"}, {"max_registrations": 0}, {"max_audit": 0}], ids=lambda wrong: [*wrong][0]
+    "wrong",
+    [{"query_template": "no place"}, {"max_registrations": 0}, {"max_audit": 0}],
+    ids=lambda wrong: next(iter(wrong)),
 )
 def test_bad_settings_stop_the_start(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError) as caught:
@@ -432,6 +434,25 @@ def test_waiting_longer_than_the_deadline_ends_a_call() -> None:
             await ask(service, sender, [5], budget=3, deadline=0.01)
         engine.hold.set()
         await first
+
+    run(test, admission=AdmissionLimits(max_running_rows=1, tenant_share=1.0))
+
+
+def test_a_call_does_not_wait_for_one_that_waits_for_it() -> None:
+    """The pool is granted to the first call, whose second query waits for the place of one that waits for the pool."""
+
+    async def test(engine: RecordingEngine, service: MessageService) -> None:
+        sender, other = await registered(service), await registered(service, [8] * 50)
+        engine.used = engine.pool_positions - 60
+        options: dict[str, Any] = {"budget": 30, "policy": "fixed", "deadline": 0.5}
+        engine.hold = asyncio.Event()
+        first = asyncio.create_task(ask(service, sender, [5], [6], **options))
+        await settle()
+        second = asyncio.create_task(ask(service, other, [7], **options | {"budget": 40}))
+        await settle()
+        engine.hold.set()
+        outcomes = await asyncio.gather(first, second, return_exceptions=True)
+        assert [outcome for outcome in outcomes if isinstance(outcome, BaseException)] == []
 
     run(test, admission=AdmissionLimits(max_running_rows=1, tenant_share=1.0))
 

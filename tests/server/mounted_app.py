@@ -17,7 +17,17 @@ SECRET = bytes(32)
 SGLANG_HEADER = "X-SGLang"
 
 
-def mounted_app(service: object, tenants: Tenants | None = None) -> FastAPI:
+class ErrorCodes:
+    """Stands for the service's metrics: keeps the codes of the answered errors."""
+
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+
+    def error(self, code: str) -> None:
+        self.errors.append(code)
+
+
+def mounted_app(service: Any, tenants: Tenants | None = None) -> FastAPI:
     """``service`` takes the place of the MessageService; the chat route echoes the body, with its size in a header."""
     app = FastAPI()
 
@@ -33,6 +43,8 @@ def mounted_app(service: object, tenants: Tenants | None = None) -> FastAPI:
     mount(app, Settings(), Tenants() if tenants is None else tenants, SECRET)
     # SGLang's catch-all would be in front of ours.
     app.router.routes.sort(key=lambda route: getattr(route, "path", "").startswith("/{anything"))
+    if service is not None:
+        service.metrics = ErrorCodes()
     app.state.cacheback_service = service
     return app
 

@@ -28,7 +28,7 @@ OURS = ["/v1/senders", "/v1/senders/snd_1/messages", "/v1/transfers", "/v1/capac
 PROMPTED = ["/generate", "/v1/completions", "/v1/chat/completions"]
 
 
-def app() -> TenantAccess:
+def app() -> Starlette:
     """An app that shows what reached it, behind the middleware."""
 
     async def show(request: Request) -> JSONResponse:
@@ -40,8 +40,9 @@ def app() -> TenantAccess:
         await socket.accept()
 
     methods = ["GET", "POST", "PUT", "DELETE", "HEAD"]
-    inner = Starlette(routes=[WebSocketRoute("/{path:path}", accept), Route("/{path:path}", show, methods=methods)])
-    return TenantAccess(inner, tenants=TENANTS, namespace_of=lambda name: namespace(SECRET, name))
+    shown = Starlette(routes=[WebSocketRoute("/{path:path}", accept), Route("/{path:path}", show, methods=methods)])
+    shown.add_middleware(TenantAccess, tenants=TENANTS, namespace_of=lambda name: namespace(SECRET, name))
+    return shown
 
 
 def post(path: str, body: Any, who: str | None = "alice", method: str = "POST") -> httpx.Response:

@@ -12,7 +12,7 @@ from served_api import ServedApi, random_ids
 from cb_sglang.client import CacheBack, Sender
 
 ROWS = 400
-QUERIES = 24
+QUERIES = 16
 LONG = 5_000
 
 
@@ -36,10 +36,15 @@ def begun(server: ServedApi) -> Any:
     return lambda: server.prefilled() > before
 
 
-def check_less_than(server: ServedApi, before: int, work: int) -> None:
-    """Once the engine is idle, it has computed less than half of ``work`` positions for nobody."""
-    server.flush()
+def check_less_done(server: ServedApi, before: int, work: int) -> None:
+    """The engine has computed less than half of ``work`` positions since ``before``."""
     assert server.prefilled() - before < work / 2
+
+
+def check_stopped(server: ServedApi, before: int, work: int) -> None:
+    """The same once it is idle: the rest was not computed for nobody."""
+    server.flush()
+    check_less_done(server, before, work)
 
 
 def decode_steps(server: ServedApi) -> float:
@@ -49,14 +54,16 @@ def decode_steps(server: ServedApi) -> float:
 
 
 def test_leaving_the_queue(server: ServedApi, cold: Sender) -> None:
-    path = f"/v1/senders/{cold.id}/messages"
-    with left(server, path, {"queries": queries(40)}):
+    path, body = f"/v1/senders/{cold.id}/messages", {"queries": queries(40)}
+    with left(server, path, body):
         wait_until(lambda: counters(server)["queued"] > 0, "more work than may run at once")
-        full = counters(server)["queued"]
-        with left(server, path, {"queries": queries(2)}):
-            wait_until(lambda: counters(server)["receivers"] >= 42, "both callers in the queue")
-        wait_until(lambda: counters(server)["receivers"] <= 40, "the second one out of it")
-        assert counters(server)["running"] > 0 and counters(server)["queued"] <= full, "the first one goes on"
+        of_the_first = counters(server)["queued"]
+        with left(server, path, body):
+            wait_until(lambda: counters(server)["queued"] > of_the_first, "both callers in the queue")
+            before = server.prefilled()
+        wait_until(lambda: counters(server)["queued"] <= of_the_first, "the second one out of it")
+        check_less_done(server, before, 40 * ROWS)
+        assert counters(server)["running"] > 0, "the first one goes on"
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["list", "stream"])
@@ -70,13 +77,14 @@ def test_leaving_a_transfer(server: ServedApi, client: CacheBack, cold: Sender, 
             assert response.readline() == b"event: transfer\n"
         else:
             wait_until(started, "begun")
-    check_less_than(server, before, 2 * QUERIES * ROWS)
+    check_stopped(server, before, 2 * QUERIES * ROWS)
     client.delete_sender(other)
 
 
-def test_leaving_a_chat_whose_message_is_being_made(server: ServedApi, cold: Sender) -> None:
+def test_leaving_a_chat_whose_message_is_being_made(server: ServedApi, client: CacheBack, cold: Sender) -> None:
+    question = " ".join(f"word{n}" for n in range(1_000))
+    work = cold.positions + len(client.tokenize(question))
     before, started = server.prefilled(), begun(server)
-    question = " ".join(f"word{n}" for n in range(1_500))
     body = {
         "model": "default",
         "messages": [{"role": "user", "content": question}],
@@ -85,7 +93,7 @@ def test_leaving_a_chat_whose_message_is_being_made(server: ServedApi, cold: Sen
     }
     with left(server, "/v1/chat/completions", body):
         wait_until(started, "begun")
-    check_less_than(server, before, 2 * LONG)
+    check_stopped(server, before, work)
 
 
 def test_leaving_a_chat_in_its_answer(server: ServedApi, cold: Sender) -> None:
@@ -109,7 +117,7 @@ def test_leaving_an_extension(server: ServedApi, client: CacheBack, cold: Sender
     listed, before, started = client.list_senders(), server.prefilled(), begun(server)
     with left(server, f"/v1/senders/{cold.id}/extend", {"input_ids": random_ids(LONG, seed=52)}):
         wait_until(started, "begun")
-    check_less_than(server, before, LONG)
+    check_stopped(server, before, LONG)
     assert client.list_senders() == listed, "nobody was told its id"
 
 
@@ -128,7 +136,8 @@ def test_leaving_a_pin_holds_nothing(server: ServedApi, client: CacheBack, cold:
     started = begun(server)
     with left(server, f"/v1/senders/{long.id}/pin", {}, method="PUT"):
         wait_until(started, "begun")
+    wait_until(lambda: client.sender(long).pinned_positions == 0, "unpinned")
+    assert client.capacity().pinned_positions == 0
     check_baseline(server)
-    assert client.capacity().pinned_positions == client.sender(long).pinned_positions == 0
     client.delete_sender(long)
     server.flush()

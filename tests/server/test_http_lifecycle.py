@@ -92,7 +92,7 @@ def test_private_characters_never_leave(http: httpx.Client, selector: str) -> No
             assert "swordfish" not in shown and "Albany" not in shown
     private = sorted(set(range(sender["positions"])) - seen)
     assert len(private) == hidden
-    around = {p // 16 for p in range(private[0] - 3, private[-1] + 4)}
+    around = {0, *(p // 16 for p in range(private[0] - 3, private[-1] + 4))}
     assert all((score is None) == (n in around) for n, score in enumerate(message["span_scores"]))
     # What is private stays so in what extends it, and asking for what is left brings nothing of it.
     more = http.post(f"/v1/senders/{sender['id']}/extend", json={"prompt": " And that was all."}).json()

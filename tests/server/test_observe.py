@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from mounted_app import ErrorCodes
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, StreamingResponse
@@ -210,6 +211,8 @@ def test_the_end_of_a_connection_behind_a_whole_answer_is_none(log: Callable[[],
 
 class NoSenders:
     """A service whose ``senders`` have nothing."""
+
+    metrics = ErrorCodes()
 
     @property
     def senders(self) -> NoSenders:

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from mounted_app import call, http_scope, mounted_app
+from mounted_app import ErrorCodes, call, http_scope, mounted_app
 from served_api import sse_events
 
 from cb_sglang import wire
@@ -42,6 +42,8 @@ def message(index: int) -> Made:
 
 class FailingService:
     """Makes ``good`` messages and then raises ``error``, if there is one."""
+
+    metrics: ErrorCodes
 
     def __init__(self, good: int, error: Exception | None = None) -> None:
         self.good = good
@@ -106,8 +108,11 @@ def test_failures_have_status_and_shape(
     if path == "/v1/transfers":
         body["senders"] = ["snd_1", "snd_2"]
     good = 1 if path.endswith("messages") else 0
-    answer = post(FailingService(good, error), path.replace("stream", "/v1/senders/snd_1/messages"), body)
+    service = FailingService(good, error)
+    answer = post(service, path.replace("stream", "/v1/senders/snd_1/messages"), body)
     assert answer.status_code == status
+    if isinstance(error, CacheBackError):
+        assert service.metrics.errors == [code]
     assert answer.json() == {
         "error": {"message": text, "type": kind, "param": getattr(error, "param", None), "code": code}
     }
