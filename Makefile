@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.cb-sglang-ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup demo test check recall bench clean
+.PHONY: setup demo test check recall loadtest bench clean
 
 setup: $(STAMP)
 
@@ -24,6 +24,10 @@ test: setup
 
 recall: setup
 	$(PY) -m cb_loadtest.cli recall --out build/recall.json --markdown docs/recall-table.md
+
+loadtest: setup
+	$(PY) -m cb_loadtest.cli run --json build/loadtest.json --out build/loadtest.jsonl
+	$(PY) -m cb_loadtest.cli report --run build/loadtest.json --out build/loadtest
 
 check: setup
 	$(VENV)/bin/ruff check .
