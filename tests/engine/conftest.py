@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,21 @@ SETUPS = {
         {"chunked_prefill_size": 256, "max_total_tokens": 8192, "page_size": 16, "enable_mixed_chunk": True},
     ),
     "hybrid": Setup(tiny_models.write_gemma3, {"chunked_prefill_size": 128, "max_total_tokens": 8192}),
-    # SGLang has short convolutions as Triton kernels only; Triton's interpreter runs them on a CPU, slowly. Their state
-    # is bfloat16 unless told otherwise.
+    # SGLang has short convolutions as Triton kernels only, which are slow in the interpreter. Their state is bfloat16
+    # unless told otherwise.
     "linear": Setup(
         tiny_models.write_lfm2,
         {"chunked_prefill_size": 128, "max_total_tokens": 8192},
-        {"TRITON_INTERPRET": "1", "SGLANG_MAMBA_CONV_DTYPE": "float32"},
+        {"SGLANG_MAMBA_CONV_DTYPE": "float32"},
     ),
-    "embedded": Setup(None, {"chunked_prefill_size": 512, "max_total_tokens": 8192}),
+    # Two ranks, each with half of the heads: four query heads on two KV heads.
+    "parallel": Setup(
+        partial(tiny_models.write_qwen3, kv_heads=4),
+        {"chunked_prefill_size": 128, "max_total_tokens": 8192, "tp_size": 2},
+        {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+    ),
+    "capped": Setup(tiny_models.write_gemma2, {"chunked_prefill_size": 128, "max_total_tokens": 8192}),
+    "embedded": Setup(None, {"chunked_prefill_size": 128, "max_total_tokens": 8192}),
 }
 
 
@@ -71,8 +79,7 @@ def running_engine(
     setup = SETUPS[engine_name]
     client = EngineClient(
         log,
-        # Tiny matrices gain nothing from a second thread, and lose a lot where another process has the core.
-        setup.environment | ({} if setup.write is None else {"OMP_NUM_THREADS": "1"}),
+        setup.environment,
         model_path=str(model_path),
         skip_tokenizer_init=True,
         device="cpu",

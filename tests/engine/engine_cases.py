@@ -12,6 +12,10 @@ from tiny_models import FIRST_TOKEN, VOCABULARY
 BOS = 2
 
 
+# Engines quick enough for every test.
+TINY = ("small", "paged", "hybrid")
+
+
 def on_engines(*names: str) -> pytest.MarkDecorator:
     """Run a test on these engines only."""
     return pytest.mark.parametrize("engine_name", names, indirect=True)

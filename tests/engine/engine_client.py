@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 import itertools
-import json
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import engine_host
 import psutil
 
+from cb_sglang.seam import pins
 from cb_sglang.spec import WIRE_KEY, ScoringSpec
 
+# Importing these takes some 20 s of CPU, in each of an engine's three processes: several times all else they do.
+PRELOADED = ["sglang.srt.entrypoints.engine", "sglang.srt.managers.scheduler", "sglang.srt.models.registry"]
+# What is read at import. Scores are compared in float32, so CPU engines are what is tested, also where a GPU is
+# present; the interpreter runs what is Triton only; tiny matrices gain nothing from compilers and second threads.
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "TRITON_INTERPRET": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",
+    pins.VARIABLE: "a token of the tests",
+}
 START_SECONDS = 300.0
 ANSWER_SECONDS = 120.0
 STOP_SECONDS = 30.0
@@ -72,23 +87,12 @@ class EngineClient:
         self.page_size: int = arguments.get("page_size", 1)
         self.chunk: int = arguments["chunked_prefill_size"]
         ours, theirs = socket.socketpair()
-        # Scores are compared in float32, so CPU engines are what is tested, also where a GPU is present.
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}
-        with log.open("wb") as output, theirs:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    str(Path(__file__).with_name("engine_host.py")),
-                    str(theirs.fileno()),
-                    json.dumps(arguments),
-                ],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=environment,
+        log.touch()
+        with Connection(theirs.detach()) as connection:
+            self._process = fork_server().Process(
+                target=engine_host.main, args=(connection, log, dict(environment), arguments)
             )
+            self._process.start()
         self._socket = ours
         self._connection = Connection(os.dup(ours.fileno()))
         self._waiting: dict[int, Future[Any]] = {}
@@ -150,6 +154,10 @@ class EngineClient:
     def submit_asks(self, *asks: Ask) -> Future[Any]:
         return self.submit("generate", input_ids=[a.ids for a in asks], sampling_params=[a.sampling for a in asks])
 
+    def ours(self, call: str, *arguments: Any) -> Any:
+        """A call of cb_sglang.seam.engine.Engine, in the engine's own process."""
+        return self.call("ours", call=call, arguments=arguments)
+
     def flush(self) -> None:
         assert self.call("flush"), "the engine refused to flush its cache"
 
@@ -179,16 +187,16 @@ class EngineClient:
 
     def close(self) -> None:
         """Stop the engine and fail if any process of it survives."""
+        assert self._process.pid is not None
         family = _family(self._process.pid)
         # Closing alone would wait for the reader thread; this ends its read and the engine's.
         self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         self._connection.close()
-        try:
-            self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
+        self._process.join(STOP_SECONDS)
+        if self._process.is_alive():
             os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            self._process.join()
         _, alive = psutil.wait_procs(family, timeout=5.0)
         for process in alive:
             process.kill()
@@ -208,6 +216,16 @@ class EngineClient:
         for future in list(self._waiting.values()):
             if not future.done():
                 future.set_exception(EngineDied(f"the engine died\n{self.log_tail()}"))
+
+
+@cache
+def fork_server() -> ForkServerContext:
+    """A process that imports SGLang once; all engines are forked from it, and end before it does."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with mock.patch.dict(os.environ, ENVIRONMENT):
+        forkserver.ensure_running()
+    return context
 
 
 def greedy_params(count: int) -> dict[str, Any]:

@@ -24,12 +24,10 @@ _wanted = 0  # requests that must wait before the next prefill
 _mixed = False  # whether the batch being run decodes as well
 
 
-def run_scheduler_process(*args: Any, **kwargs: Any) -> Any:
-    """SGLang's scheduler process with the probe in it."""
+def install() -> None:
+    """To be called before the engine starts its scheduler process, which inherits the probe."""
     _count_scoring_plans()  # before anything binds plan_scoring
     from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.managers.scheduler import run_scheduler_process as original
-    from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     state = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
@@ -38,10 +36,8 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> Any:
     HookRegistry.register(init_new, _note_mode, HookType.AFTER)
     prefill = "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw"
     HookRegistry.register(prefill, _hold_until_enough, HookType.AROUND)
-    load_plugins()
     Scheduler.hold_prefill = _hold_prefill
     Scheduler.count_live_tasks = _count_live_tasks
-    return original(*args, **kwargs)
 
 
 def _note_mode(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:

@@ -37,6 +37,13 @@ def assert_alive(engine: EngineClient) -> None:
         ({"sender_len": "60"}, "sender_len"),
         ({"sender_len": True}, "sender_len"),
         ({"sender_len": None}, "sender_len"),
+        ({"sender_len": [60]}, "sender_len"),
+        ({"sender_len": {"a": {"b": 60}}}, "sender_len"),
+        ({"budget": 1 << 70}, "budget"),
+        ({"alpha": float("nan")}, "alpha"),
+        ({"alpha": 1e9}, "alpha"),
+        ({"order": 1.0}, "order"),
+        ({"selector": "x" * 100_000}, "selector"),
         ({"vote_start": 10}, "voting rows"),
         ({"vote_start": 5, "vote_stop": 5}, "voting rows"),
         ({"vote_stop": 11}, "voting rows"),
@@ -68,7 +75,7 @@ def test_spec_that_is_no_spec(engine: EngineClient, wire: Any) -> None:
     assert_alive(engine)
 
 
-@pytest.mark.parametrize("custom_params", [None, {}, {"other": 1}, {"Cacheback": {}}])
+@pytest.mark.parametrize("custom_params", [None, {}, {"other": 1}, {"Cacheback": {}}, "x", 5, [1], {5: 1}])
 def test_no_spec_is_an_ordinary_request(engine: EngineClient, custom_params: Any) -> None:
     assert WIRE_KEY not in send(engine, custom_params)
     assert_alive(engine)

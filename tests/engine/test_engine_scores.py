@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from engine_cases import on_engines, prose, random_ask, tokens, words
+from engine_cases import TINY, on_engines, prose, random_ask, tokens, words
 from engine_client import Ask, EngineClient
 from hf_reference import HfReference, assert_close, assert_expected
-
-tiny = on_engines("small", "paged", "hybrid")
 
 
 def check(reference: HfReference, ask: Ask, result: dict[str, object]) -> None:
@@ -24,7 +22,7 @@ def spoil_pool(engine: EngineClient, seed: int) -> None:
     )
 
 
-@tiny
+@on_engines(*TINY)
 @pytest.mark.parametrize("selector", ["cacheback", "mean_query"])
 @pytest.mark.parametrize(("sender_len", "query_len", "budget"), [(301, 24, 75), (47, 1, 20), (160, 9, 160)])
 def test_warm_sender(
@@ -45,7 +43,7 @@ def test_warm_sender(
     assert result["positions"][0] == 0
 
 
-@tiny
+@on_engines(*TINY)
 def test_query_that_is_cached_as_plain_text(engine: EngineClient, reference: HfReference) -> None:
     """An ordinary request may have put sender + query into the tree; the query's rows still vote."""
     ask = random_ask(200, 20, seed=2, budget=50)
@@ -55,7 +53,7 @@ def test_query_that_is_cached_as_plain_text(engine: EngineClient, reference: HfR
     assert cached == engine.cached(ask.sender)
 
 
-@tiny
+@on_engines(*TINY)
 def test_sender_never_cached_or_flushed(engine: EngineClient, reference: HfReference) -> None:
     """Cold is only slower. The sender is in the tree afterwards."""
     ask = random_ask(230, 17, seed=3, budget=60)
@@ -68,7 +66,7 @@ def test_sender_never_cached_or_flushed(engine: EngineClient, reference: HfRefer
         engine.flush()
 
 
-@tiny
+@on_engines(*TINY)
 def test_half_cached_sender(engine: EngineClient, reference: HfReference) -> None:
     """Another sender shares the front only."""
     ask = random_ask(250, 12, seed=4, budget=60)
@@ -91,7 +89,7 @@ def test_evicted_sender(engine: EngineClient, reference: HfReference) -> None:
         assert cached == expected_cached
 
 
-@tiny
+@on_engines(*TINY, "parallel")
 def test_vote_range(engine: EngineClient, reference: HfReference) -> None:
     """Rows before, inside and after the voting range are all computed; only those inside vote."""
     whole = random_ask(190, 30, seed=6, budget=48)
@@ -103,7 +101,7 @@ def test_vote_range(engine: EngineClient, reference: HfReference) -> None:
     assert len({tuple(result["span_scores"]) for result, _ in answers}) == len(asks)
 
 
-@tiny
+@on_engines(*TINY)
 def test_latent_rows_are_kept(engine: EngineClient, reference: HfReference) -> None:
     ask = random_ask(170, 11, seed=7, budget=40, latent_len=21)
     ((result, _),) = engine.ask(ask)
@@ -111,7 +109,7 @@ def test_latent_rows_are_kept(engine: EngineClient, reference: HfReference) -> N
     assert {0, *range(149, 170)} <= set(result["positions"])
 
 
-@tiny
+@on_engines(*TINY, "parallel")
 def test_many_queries_and_senders_in_one_batch(engine: EngineClient, reference: HfReference) -> None:
     """Each query of a batch answers what it answers alone."""
     spoil_pool(engine, seed=8)
@@ -149,7 +147,7 @@ def test_sender_is_read_once_in_an_old_tree(engine: EngineClient) -> None:
     assert (counters["most_queries"], counters["most_senders"]) == (3, 1)
 
 
-@tiny
+@on_engines(*TINY)
 def test_cold_queries_on_one_sender_in_one_call(engine: EngineClient, reference: HfReference) -> None:
     """Nobody prefilled the sender, and all queries arrive at once."""
     asks = [Ask(tokens(120, 10), tokens(8 + n, 60 + n), budget=32) for n in range(4)]
@@ -157,7 +155,7 @@ def test_cold_queries_on_one_sender_in_one_call(engine: EngineClient, reference:
         check(reference, ask, result)
 
 
-@on_engines("small", "hybrid", "paged")
+@on_engines(*TINY)
 @pytest.mark.parametrize("offset", [1, 2, 13, 39])
 def test_chunk_boundary_inside_the_query(engine: EngineClient, reference: HfReference, offset: int) -> None:
     """The sender is cold and its chunks end so that ``offset`` rows of the query fall into the one before last."""
@@ -173,7 +171,7 @@ def test_chunk_boundary_inside_the_query(engine: EngineClient, reference: HfRefe
     assert cached == engine.cached(ask.sender)
 
 
-@on_engines("small", "hybrid", "paged")
+@on_engines(*TINY)
 @pytest.mark.parametrize("voting", [(0, None), (10, -5)])
 def test_query_longer_than_a_chunk(
     engine: EngineClient, reference: HfReference, voting: tuple[int, int | None]
@@ -190,7 +188,7 @@ def test_query_longer_than_a_chunk(
     assert engine.counters()["split_queries"] - before == 3
 
 
-@on_engines("small", "hybrid", "paged")
+@on_engines(*TINY, "parallel")
 def test_chunk_shared_by_queries(engine: EngineClient, reference: HfReference) -> None:
     """Many short queries overflow a chunk: whole ones and a split one share forward passes."""
     sender, rows = tokens(100, 30), engine.chunk // 3 + 5
@@ -215,17 +213,18 @@ def test_sender_ends_inside_a_page(engine: EngineClient, reference: HfReference,
 
 
 @on_engines("embedded")
-@pytest.mark.parametrize("selector", ["cacheback", "mean_query"])
-def test_embedded_model(engine: EngineClient, reference: HfReference, selector: str) -> None:
+def test_embedded_model(engine: EngineClient, reference: HfReference) -> None:
     """Real weights, real prose: warm, cold, several at once, and a chunk boundary inside a query."""
-    sender = prose(700)
+    sender = prose(300)
     questions = [
         words("\n\nQuestion: How are two strings compared?\nAnswer:"),
         words("\n\nQuestion: What happens when the target of an assignment is a slice?\nAnswer:"),
     ]
-    asks = [Ask(sender, question, budget, 4, -1 + len(question), selector) for question, budget in
-            zip(questions, (175, 88), strict=True)]  # fmt: skip
-    split = Ask(sender[:500], questions[1], 125, selector=selector)
+    asks = [
+        Ask(sender, question, budget, 4, len(question) - 1, selector)
+        for question, budget, selector in zip(questions, (75, 38), ("cacheback", "mean_query"), strict=True)
+    ]
+    split = Ask(sender[:115], questions[1], 29)
     for _ in range(2):
         for ask, (result, _) in zip(asks, engine.ask(*asks), strict=True):
             check(reference, ask, result)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from engine_cases import on_engines, random_ask, tokens
+from engine_cases import TINY, on_engines, random_ask, tokens
 from engine_client import Ask, EngineClient, greedy_params
 
 from cb_sglang.spec import WIRE_KEY
 
-tiny = on_engines("small", "paged", "hybrid")
 
-
-@tiny
+@on_engines(*TINY)
 @pytest.mark.parametrize("prefilled", [True, False])
 def test_queries_stay_out_of_the_tree(engine: EngineClient, prefilled: bool) -> None:
     """SGLang's own counters do not grow with queries, also with split ones."""
@@ -27,7 +25,7 @@ def test_queries_stay_out_of_the_tree(engine: EngineClient, prefilled: bool) -> 
     assert plain["meta_info"]["cached_tokens"] == engine.cached(sender)
 
 
-@tiny
+@on_engines(*TINY)
 def test_ordinary_requests_are_untouched(engine: EngineClient) -> None:
     """No result in their meta_info, whole prompts cached, also beside queries in one call."""
     ask = random_ask(90, 20, seed=3, budget=20)
