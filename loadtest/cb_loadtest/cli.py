@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
-from cb_loadtest.cases import CaseError, default_cases_path
-from cb_loadtest.converters import Converted, ConvertError, convert_fanoutqa, convert_longbench_v2
-from cb_loadtest.local_server import exit_on_terminate
-from cb_loadtest.recall import RecallError, RecallOptions, run_recall
-from cb_loadtest.recall_journal import JournalError
+from cb_loadtest.cases import default_cases_path
+from cb_loadtest.converters import Converted, convert_fanoutqa, convert_longbench_v2
+from cb_loadtest.guard import guarded
+from cb_loadtest.load.command import capacity as capacity_command
+from cb_loadtest.load.command import run as run_command
+from cb_loadtest.planning.command import plan as plan_command
+from cb_loadtest.planning.command import simulate as simulate_command
+from cb_loadtest.recall import RecallOptions, run_recall
 from cb_loadtest.recall_plan import (
     IRRELEVANT_QUERY,
     RATIOS,
@@ -28,28 +29,21 @@ from cb_loadtest.recall_plan import (
     parse_list,
     parse_sizes,
 )
-from cb_loadtest.recall_report import ReportError, read_report
-from cb_loadtest.recall_tables import MarkerError, terminal_view, write_markdown
+from cb_loadtest.recall_report import read_report
+from cb_loadtest.recall_tables import terminal_view, write_markdown
 from cb_loadtest.receiver import ANSWER_TOKENS, RECEIVER_PROMPT
-from cb_loadtest.served import ServerDiedError
+from cb_loadtest.reporting.command import report as report_command
 from cb_sglang.errors import CacheBackError
 from cb_sglang.templates import check_template
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 convert_app = typer.Typer(no_args_is_help=True, help="Published data sets as case files.")
 app.add_typer(convert_app, name="convert")
-
-_ERRORS = (
-    CacheBackError,
-    CaseError,
-    ConvertError,
-    JournalError,
-    MarkerError,
-    RecallError,
-    ReportError,
-    ServerDiedError,
-    OSError,
-)
+app.command("run")(run_command)
+app.command("capacity")(capacity_command)
+app.command("plan")(plan_command)
+app.command("simulate")(simulate_command)
+app.command("report")(report_command)
 
 
 @app.callback()
@@ -147,7 +141,7 @@ def recall(
             console,
         )
 
-    _guarded(run, f"add --resume to go on from {out.with_suffix('.units.jsonl')}")
+    guarded(run, f"add --resume to go on from {out.with_suffix('.units.jsonl')}")
 
 
 @app.command()
@@ -168,7 +162,7 @@ def table(
             write_plots(found, plots)
         console.print(terminal_view(found))
 
-    _guarded(run)
+    guarded(run)
 
 
 _In = Annotated[Path, typer.Argument(metavar="IN", help="The published JSON file.")]
@@ -186,7 +180,7 @@ def fanoutqa(
     max_chars: _MaxChars = None,
 ) -> None:
     """FanOutQA's dev set: several pages a question, gold where a page first states a sub-answer."""
-    _guarded(
+    guarded(
         lambda console: _say(
             console, convert_fanoutqa(source, target, evidence, limit=limit, max_chars=max_chars), target
         )
@@ -196,7 +190,7 @@ def fanoutqa(
 @convert_app.command("longbench-v2")
 def longbench_v2(source: _In, target: _Out, limit: _Limit = None, max_chars: _MaxChars = None) -> None:
     """LongBench v2: one long context a question, four choices, no gold (answers only)."""
-    _guarded(
+    guarded(
         lambda console: _say(console, convert_longbench_v2(source, target, limit=limit, max_chars=max_chars), target)
     )
 
@@ -207,23 +201,6 @@ def _say(console: Console, made: Converted, target: Path) -> None:
     )
     for reason, count in made.left_out.items():
         console.print(f"left out: {count} with {reason}", soft_wrap=True)
-
-
-def _guarded(run: Callable[[Console], None], advice: str = "") -> None:
-    """Run; errors and signals become a line and an exit status, without a traceback."""
-    console = Console()
-    try:
-        with exit_on_terminate():
-            run(console)
-    except KeyboardInterrupt:
-        console.print("interrupted" + (f"; {advice}" if advice else ""), highlight=False, soft_wrap=True)
-        raise typer.Exit(130) from None
-    except PlanError as error:
-        raise typer.BadParameter(str(error)) from None
-    except _ERRORS as error:
-        note = f"\n{advice}" if advice and isinstance(error, CacheBackError | ServerDiedError) else ""
-        console.print(Text.assemble(("cb-loadtest: ", "bold red"), f"{error}{note}"), soft_wrap=True)
-        raise typer.Exit(1) from None
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ Chars = tuple[int, int]
 Segment = tuple[str, bool]
 """A piece of text, and whether it is marked."""
 
-MAX_GROUP = 8
-"""Most tokens that share characters: one character of four bytes, its neighbours, and some room."""
+MAX_GROUP = 64
+"""Most tokens that share characters one with the next: far more than tokenizers make of a text."""
 
 
 class AlignmentError(ValueError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -34,8 +34,25 @@ def ready_client(
     The API key is read from CB_SGLANG_API_KEY. Raises ServerDiedError when our own server ends by itself, whatever
     error of the client that led to.
     """
+    with _ready(base_url, log, console, timeout, ()) as (_, client):
+        yield client
+
+
+@contextmanager
+def ready_server(
+    base_url: str | None, log: Path, console: Console, *, serve_options: Sequence[str] = ()
+) -> Iterator[str]:
+    """The address of a server that generates, as in ``ready_client``; our own is started with ``serve_options``."""
+    with _ready(base_url, log, console, DEFAULT_TIMEOUT, serve_options) as (url, _):
+        yield url
+
+
+@contextmanager
+def _ready(
+    base_url: str | None, log: Path, console: Console, timeout: float | None, serve_options: Sequence[str]
+) -> Iterator[tuple[str, CacheBack]]:
     with (
-        _served(base_url, log, console) as (url, server),
+        _served(base_url, log, console, serve_options) as (url, server),
         # A transport of its own keeps environment proxies away from the loopback address.
         CacheBack(
             url,
@@ -48,16 +65,18 @@ def ready_client(
         with console.status("waiting for the server") as status:
             _wait(client, server, status)
         console.print(f"ready after {time.perf_counter() - started:.0f} s", highlight=False, soft_wrap=True)
-        yield client
+        yield url, client
 
 
 @contextmanager
-def _served(base_url: str | None, log: Path, console: Console) -> Iterator[tuple[str, ServerProcess | None]]:
+def _served(
+    base_url: str | None, log: Path, console: Console, serve_options: Sequence[str]
+) -> Iterator[tuple[str, ServerProcess | None]]:
     if base_url is not None:
         yield base_url, None
         return
     port = free_port()
-    with ServerProcess(serve_command(port), log) as server:
+    with ServerProcess([*serve_command(port), *serve_options], log) as server:
         console.print(f"starting cb-sglang serve on port {port}; its log: {log}", highlight=False, soft_wrap=True)
         try:
             yield f"http://127.0.0.1:{port}", server

@@ -30,15 +30,15 @@ def free_port() -> int:
         return port
 
 
-def serve_command(port: int) -> list[str]:
-    """The command that serves the default model on the loopback interface.
+def serve_command(port: int, options: Sequence[str] = ()) -> list[str]:
+    """The command that serves the default model on the loopback interface; ``options`` are more of its own.
 
     The cache is bounded in tokens (1.7 GB) and not by what memory is free: other programs may take some while
     the server starts, which SGLang would count as the weights'.
     """
     address = ["--host", "127.0.0.1", "--port", str(port)]
     memory = ["--mem-fraction-static", "0.5", "--max-total-tokens", "49152"]
-    return [sys.executable, "-m", "cb_sglang.cli", "serve", *address, *memory]
+    return [sys.executable, "-m", "cb_sglang.cli", "serve", *address, *memory, *options]
 
 
 def tail(path: Path, lines: int) -> list[str]:

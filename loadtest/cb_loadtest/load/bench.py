@@ -1,0 +1,177 @@
+"""A server under load: its senders registered, requests made the three ways and recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from cb_loadtest.load.calls import WAYS, Ask, prefill
+from cb_loadtest.load.content import Content, SenderText, prepare
+from cb_loadtest.load.generator import Stop, closed_loop, open_loop
+from cb_loadtest.load.schedule import Planned
+from cb_loadtest.load.tally import Record, Step, Tally
+from cb_loadtest.load.transport import Link, open_session
+from cb_loadtest.load.workload import Workload, WorkloadError
+from cb_sglang.client import APIConnectionError, APITimeoutError, calls
+from cb_sglang.errors import CacheBackError
+
+UNREACHABLE_AFTER = 32
+"""So many requests in a row without a connection, and the server is taken for gone."""
+
+_PAUSE_UNREACHABLE = 0.1
+_PRIMED_AT_ONCE = 8
+
+
+@dataclass(slots=True)
+class Primed:
+    """What priming found: the senders' positions, and how many of them were not in the cache, first and later."""
+
+    positions: int = 0
+    cold_first: int = 0
+    cold_later: int = 0
+
+
+class Bench:
+    """Makes requests and counts what they cost the generator. ``links`` holds one for each tenant."""
+
+    def __init__(self, links: Sequence[Link], workload: Workload, content: Content, *, seed: int, stop: Stop) -> None:
+        self.links = links
+        self.workload = workload
+        self.content = content
+        self.primed = Primed()
+        self.cpu_seconds = 0.0
+        self.requests = 0
+        self._seed = seed
+        self._stop = stop
+        self._ids: dict[int, str] = {}
+        self._lost = 0
+
+    async def prime(self, way: str) -> None:
+        """Put the senders into the cache where ``way`` reads them from. Raises the client's errors."""
+        room = asyncio.Semaphore(_PRIMED_AT_ONCE)
+
+        async def one(number: int, sender: SenderText) -> None:
+            async with room:
+                await self._prime_sender(way, number, sender)
+
+        if way != "full_context":
+            await asyncio.gather(*(one(number, sender) for number, sender in enumerate(self.content.senders)))
+
+    async def _prime_sender(self, way: str, number: int, sender: SenderText) -> None:
+        link = self.links[sender.tenant]
+        if way == "text_report":
+            # A server may keep registered senders under a salt of their tenant; reports read the plain prefix.
+            await prefill(link, sender.json_ids)
+            return
+        registered = await link.run(calls.create_sender(input_ids=sender.ids))
+        # SGLang always computes a prompt's last position anew.
+        cold = max(0, registered.positions - 1 - (registered.cached_positions or 0))
+        if number in self._ids:
+            self.primed.cold_later += cold
+        else:
+            self.primed.positions += registered.positions
+            self.primed.cold_first += cold
+        self._ids[number] = registered.id
+
+    async def warm_up(self, ways: Iterable[str], answering: bool) -> None:
+        """The workload's uncounted requests. Raises the client's errors, so that a hopeless run ends here."""
+        for way in ways:
+            await self.prime(way)
+            for index in range(self.workload.warmup):
+                if self._stop:
+                    return
+                step = Step(way, answering, "warm-up", 0)
+                await WAYS[way](self._ask(step, Planned(index, index % len(self.content.senders), 0), 0))
+
+    async def measure(
+        self,
+        tally: Tally,
+        planned: Iterable[Planned],
+        *,
+        turn: int,
+        seconds: float | None,
+        sink: Callable[[Record], None],
+    ) -> None:
+        """One round of a step, the ``turn``-th. Its time ends with the last request, or with the stop."""
+        loop = asyncio.get_running_loop()
+        start, end = loop.time(), loop.time()
+        cpu = time.process_time()
+
+        async def perform(request: Planned, due: float) -> None:
+            nonlocal end
+            tally.started += 1
+            record = await self._request(tally.step, request, due, turn)
+            end = max(end, record.ended_at)
+            tally.add(record)
+            sink(record)
+
+        try:
+            if tally.step.mode == "closed":
+                await closed_loop(planned, perform, concurrency=int(tally.step.level), stop=self._stop, seconds=seconds)
+            else:
+                await open_loop(planned, perform, stop=self._stop, seconds=seconds)
+        finally:
+            self.cpu_seconds += time.process_time() - cpu
+            tally.seconds += (loop.time() if self._stop else end) - start
+
+    async def _request(self, step: Step, request: Planned, due: float, turn: int) -> Record:
+        loop = asyncio.get_running_loop()
+        tenant = self.content.senders[request.sender].tenant
+        self.requests += 1
+        sent = loop.time()
+        outcome, error = None, None
+        try:
+            outcome = await WAYS[step.way](self._ask(step, request, turn))
+            self._lost = 0
+        except CacheBackError as failure:
+            error = f"{failure.status} {failure.code}"
+            await self._after(failure)
+        ended = loop.time() if outcome is None else outcome.ended_at
+        return Record(request, turn, tenant, due, sent, ended, outcome, error)
+
+    async def _after(self, failure: CacheBackError) -> None:
+        """A server that is gone must not be asked as fast as connections are refused, nor for ever."""
+        if not isinstance(failure, APIConnectionError) or isinstance(failure, APITimeoutError):
+            self._lost = 0
+            return
+        self._lost += 1
+        if self._lost >= UNREACHABLE_AFTER:
+            self._stop.ask(f"the server is gone: {failure.message}")
+        await self._stop.within(_PAUSE_UNREACHABLE)
+
+    def _ask(self, step: Step, request: Planned, turn: int) -> Ask:
+        sender = self.content.senders[request.sender]
+        preamble: list[int] = []
+        if step.way == "full_context":
+            draw = random.Random(f"preamble/{self._seed}/{step.label}/{step.answering}/{turn}/{request.index}")
+            preamble = self.content.preamble(draw)
+        return Ask(
+            link=self.links[sender.tenant],
+            sender_id=self._ids.get(request.sender, ""),
+            sender=sender,
+            question=self.content.questions[request.question],
+            receivers=self.workload.receivers,
+            answering=step.answering,
+            preamble=preamble,
+            bos=self.content.bos,
+        )
+
+
+@asynccontextmanager
+async def open_bench(
+    url: str, workload: Workload, *, api_keys: Sequence[str], seed: int, timeout: float, stop: Stop
+) -> AsyncIterator[Bench]:
+    """A bench on the server at ``url``; senders are not registered yet.
+
+    Raises WorkloadError when there are keys, but fewer than tenants, and the client's errors.
+    """
+    if api_keys and len(api_keys) < workload.tenants:
+        raise WorkloadError(f"{workload.tenants} tenants need as many API keys, not {len(api_keys)}")
+    async with open_session() as session:
+        keys: Sequence[str | None] = api_keys[: workload.tenants] or [None] * workload.tenants
+        links = [Link(session, url, key, timeout) for key in keys]
+        yield Bench(links, workload, await prepare(links[0], workload, seed), seed=seed, stop=stop)

@@ -1,0 +1,171 @@
+"""``cb-loadtest capacity``: the knee of one workload, the costs behind it, and the curve that follows from both."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from cb_loadtest.load.bench import Bench, open_bench
+from cb_loadtest.load.environment import api_keys, provenance, server_info
+from cb_loadtest.load.fitting import fitted_curve
+from cb_loadtest.load.generator import Stop
+from cb_loadtest.load.interrupt import stop_on_signal
+from cb_loadtest.load.live import Live
+from cb_loadtest.load.schedule import plan
+from cb_loadtest.load.search import Knee, KneeSearch, Probe, p99_with_failures
+from cb_loadtest.load.tally import Record, Step, Tally
+from cb_loadtest.load.workload import Workload
+from cb_loadtest.recall_report import write_text
+from cb_sglang.errors import CacheBackError
+
+FORMAT = "cb-loadtest capacity 1"
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityOptions:
+    """What the command line asks for.
+
+    slo_ms:      objective for the 99th percentile of a whole request, failed ones counted as endless.
+    highest:     largest concurrency or rate to try.
+    requests:    of one probe, at most; never fewer than twice the concurrency.
+    seconds:     of one probe, at most.
+    max_seconds: of the search; what runs then is finished.
+    """
+
+    workload: Workload
+    mode: str
+    slo_ms: float
+    highest: float
+    requests: int = 200
+    seconds: float = 20.0
+    max_probes: int = 24
+    max_seconds: float = 600.0
+    seed: int = 0
+    timeout: float = 60.0
+    url: str | None = None
+    command: str = ""
+
+
+def run_capacity(options: CapacityOptions, url: str, console: Console, out: Path) -> dict[str, Any]:
+    """Search, fit, write, return what is written. Raises the client's errors when the server fails before the search.
+
+    A search that is interrupted, or whose server dies, writes what was found; then there is no fit.
+    """
+    found = asyncio.run(find_capacity(options, url, console))
+    write_text(out, json.dumps(found, indent=2, allow_nan=False) + "\n")
+    return found
+
+
+async def find_capacity(options: CapacityOptions, url: str, console: Console) -> dict[str, Any]:
+    """Knee, service model and curve, with where they come from."""
+    stop = Stop()
+    workload, keys = options.workload, api_keys()
+    with stop_on_signal(stop), Live(console) as live:
+        live.say(f"preparing workload {workload.name}")
+        async with open_bench(
+            url, workload, api_keys=keys, seed=options.seed, timeout=options.timeout, stop=stop
+        ) as bench:
+            server = await server_info(bench.links[0])
+            search = Search(options, bench, stop, live)
+            knee = await search.run()
+            fitted: dict[str, Any] = {"service_model": None, "curve": []}
+            if not stop:
+                live.say("measuring calls of several sizes, for the service model")
+                closed, pool = options.mode == "closed", server.get("max_total_num_tokens")
+                try:
+                    fitted = await fitted_curve(
+                        bench,
+                        seed=options.seed,
+                        slo_ms=options.slo_ms,
+                        receivers=int(knee.level) if closed and knee.level is not None else None,
+                        p99_ms=knee.p99_ms,
+                        pool=None if pool is None else int(pool),
+                    )
+                except CacheBackError as error:
+                    stop.ask(f"the fit failed: {error.message}")
+            return {
+                "format": FORMAT,
+                "mode": options.mode,
+                "slo_p99_ms": options.slo_ms,
+                "knee": {"level": knee.level, "p99_ms": knee.p99_ms, "ended": knee.ended},
+                "probes": [_json_probe(probe) for probe in knee.probes],
+                "stopped": stop.reason,
+                **fitted,
+                "workload": workload.model_dump(),
+                "seed": options.seed,
+                **provenance(server, options.url, options.command),
+            }
+
+
+class Search:
+    """The knee of a workload on a bench."""
+
+    def __init__(self, options: CapacityOptions, bench: Bench, stop: Stop, live: Live) -> None:
+        self._options, self._bench, self._stop, self._live = options, bench, stop, live
+        self._answering = options.workload.receivers.answer_stages[-1]
+        self._number = 0
+        self._end = asyncio.get_running_loop().time() + options.max_seconds
+
+    async def run(self) -> Knee:
+        options = self._options
+        await self._bench.warm_up(["message"], self._answering)
+        closed = options.mode == "closed"
+        return await KneeSearch(
+            self._probe,
+            slo_ms=options.slo_ms,
+            lowest=1.0 if closed else min(0.25, options.highest),
+            highest=options.highest,
+            whole=closed,
+            max_probes=options.max_probes,
+            out_of_time=self._out_of_time,
+        ).run()
+
+    async def _probe(self, level: float) -> Probe | None:
+        """One load, its senders in the cache; each probe draws requests of its own. None when it was cut short."""
+        options, closed = self._options, self._options.mode == "closed"
+        self._number += 1
+        tally = Tally(Step("message", self._answering, options.mode, level), options.slo_ms)
+        count = max(options.requests, 2 * int(level)) if closed else options.requests
+        planned = plan(
+            options.workload.queries,
+            len(self._bench.content.senders),
+            count,
+            seed=options.seed,
+            label=f"probe/{self._number}/{level:g}",
+            rate=None if closed else level,
+        )
+        seconds: list[float] = []
+
+        def sink(record: Record) -> None:
+            if record.outcome is not None:
+                seconds.append(record.seconds)
+            self._live.show(tally, tally.completed)
+
+        self._live.begin(tally, count)
+        try:
+            await self._bench.prime("message")
+        except CacheBackError as error:
+            self._stop.ask(f"priming failed: {error.message}")
+        await self._bench.measure(tally, planned, turn=0, seconds=options.seconds, sink=sink)
+        if self._stop:
+            return None
+        self._live.end(tally)
+        p99 = p99_with_failures([1_000 * one for one in seconds], tally.failed)
+        return Probe(level, p99, tally.completed + tally.failed, tally.failed, tally.messages_per_s)
+
+    def _out_of_time(self) -> str | None:
+        if self._stop:
+            return self._stop.reason
+        if asyncio.get_running_loop().time() >= self._end:
+            return f"the {self._options.max_seconds:g} seconds are used up"
+        return None
+
+
+def _json_probe(probe: Probe) -> dict[str, Any]:
+    """JSON has no infinity; a p99 of failed requests is null."""
+    return asdict(probe) | {"p99_ms": None if probe.p99_ms == float("inf") else round(probe.p99_ms, 3)}

@@ -1,0 +1,207 @@
+"""One run from the first to the last step: prepare, warm up, prime, measure, verify the cache hits, write."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+
+from cb_loadtest.load.background import ChatTraffic
+from cb_loadtest.load.bench import Bench, open_bench
+from cb_loadtest.load.environment import api_keys, provenance, server_info
+from cb_loadtest.load.generator import Stop
+from cb_loadtest.load.interrupt import stop_on_signal
+from cb_loadtest.load.live import Live
+from cb_loadtest.load.schedule import Planned, plan
+from cb_loadtest.load.server_metrics import changes, scrape
+from cb_loadtest.load.summary import figures
+from cb_loadtest.load.tally import Record, Step, Tally
+from cb_loadtest.load.workload import MAX_REQUESTS, Workload
+from cb_loadtest.recall_report import write_text
+from cb_sglang.client import APIConnectionError
+from cb_sglang.errors import CacheBackError
+
+FORMAT = "cb-loadtest run 1"
+_DIGESTED_REQUESTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What the command line asks for.
+
+    levels:  concurrencies of a closed loop, or rates per second of an open one.
+    seconds: bound of each round instead of the workload's number of requests.
+    timeout: seconds for one HTTP request.
+    """
+
+    workload: Workload
+    mode: str
+    levels: tuple[float, ...]
+    ways: tuple[str, ...]
+    seconds: float | None = None
+    slo_ms: float = 2_000.0
+    seed: int = 0
+    timeout: float = 600.0
+    url: str | None = None
+    command: str = ""
+
+
+class LoadRun:
+    """Runs the steps of ``options`` on a bench and keeps what they gave, whatever happens."""
+
+    def __init__(self, options: LoadOptions, bench: Bench, stop: Stop, live: Live, records: TextIO) -> None:
+        self.options = options
+        self.steps: list[dict[str, Any]] = []
+        self.problems: list[str] = []
+        self.page_size = 1
+        self.alone: dict[str, Any] | None = None
+        self.chat_errors: dict[str, int] = {}
+        self._bench, self._stop, self._live, self._records = bench, stop, live, records
+        self._start = asyncio.get_running_loop().time()
+
+    async def run(self) -> None:
+        """All steps; ends early on a stop. Nothing that the server does is raised after the warm-up."""
+        options, bench = self.options, self._bench
+        stages = options.workload.receivers.answer_stages
+        for answering in stages:
+            await bench.warm_up(options.ways, answering)
+        async with AsyncExitStack() as stack:
+            chats = ChatTraffic(bench.links[0], options.workload.chats, bench.content, options.seed, self._stop)
+            if options.workload.chats.concurrency:
+                self._live.say("chats alone, to compare with")
+                await stack.enter_async_context(chats.running())
+                self.alone = chats.alone.milliseconds()
+            for answering in stages:
+                for level in options.levels:
+                    await self._level(level, answering, chats)
+            self.chat_errors = dict(chats.errors)
+
+    async def _level(self, level: float, answering: bool, chats: ChatTraffic) -> None:
+        """The ways, in turns, at one level."""
+        options = self.options
+        tallies = {
+            way: Tally(Step(way, answering, options.mode, level), options.slo_ms, self.page_size)
+            for way in options.ways
+        }
+        before = await scrape(self._bench.links[0])
+        for turn in range(options.workload.rounds):
+            for tally in tallies.values():
+                if self._stop:
+                    break
+                await self._round(tally, turn, chats)
+        after = await scrape(self._bench.links[0])
+        moved = None if before is None or after is None else changes(before, after)
+        for way, tally in tallies.items():
+            if tally.started:
+                self._live.end(tally)
+                self._write(tally.summary() | {"server": moved if way == "message" else None}, keep=True)
+
+    async def _round(self, tally: Tally, turn: int, chats: ChatTraffic) -> None:
+        bench = self._bench
+        planned, count = self._planned(tally.step, turn)
+        try:
+            await bench.prime(tally.step.way)
+        except CacheBackError as error:
+            self.problems.append(f"{tally.step.title}: priming failed: {error.status} {error.code}: {error.message}")
+            if isinstance(error, APIConnectionError):
+                self._stop.ask(f"the server is gone: {error.message}")
+            return
+        self._live.begin(tally, count)
+        done = 0
+
+        def sink(record: Record) -> None:
+            nonlocal done
+            done += 1
+            self._write(record.line(tally.step, self._start))
+            self._live.show(tally, done)
+
+        chats.measure_into(tally.chat_gaps)
+        await bench.measure(tally, planned, turn=turn, seconds=self.options.seconds, sink=sink)
+        chats.measure_into(None)
+        self._records.flush()
+
+    def _planned(self, step: Step, turn: int) -> tuple[Iterator[Planned], int | None]:
+        """The round's requests, and how many there are when that is known."""
+        options, workload = self.options, self.options.workload
+        count = requests_of(workload, step) if options.seconds is None else None
+        rate = step.level if step.mode == "open" else None
+        requests = plan(
+            workload.queries,
+            len(self._bench.content.senders),
+            MAX_REQUESTS if count is None else count,
+            seed=options.seed,
+            label=f"{step.label}/{turn}",
+            rate=rate,
+        )
+        return requests, count
+
+    def digest(self) -> str:
+        """Hash of the load: texts and the beginning of every step's plan. Equal for equal workload, seed and model."""
+        found = hashlib.sha256(self._bench.content.digest().encode())
+        for level in self.options.levels:
+            requests, _ = self._planned(Step("message", False, self.options.mode, level), 0)
+            for one in islice(requests, _DIGESTED_REQUESTS):
+                found.update(f"{one.sender},{one.question},{one.offset:.9f};".encode())
+        return found.hexdigest()
+
+    def _write(self, line: dict[str, Any], *, keep: bool = False) -> None:
+        self._records.write(json.dumps(line, allow_nan=False) + "\n")
+        if keep:
+            self.steps.append(line)
+
+
+def requests_of(workload: Workload, step: Step) -> int:
+    """Requests of one round. A closed loop gets at least one for each receiver, else it is not that concurrent."""
+    share = 1.0 if step.way == "message" else workload.baseline_share
+    count = max(1, round(workload.requests * share / workload.rounds))
+    return max(count, int(step.level)) if step.mode == "closed" else count
+
+
+def run_load(options: LoadOptions, url: str, console: Console, records: Path, summary: Path) -> dict[str, Any]:
+    """Measure the server at ``url``, write both files, return the summary.
+
+    An interrupted run, and one whose server died, write what was measured. Raises the client's errors when the
+    server fails before anything could be.
+    """
+    records.parent.mkdir(parents=True, exist_ok=True)
+    with records.open("w", encoding="utf-8") as stream:
+        found = asyncio.run(measure_load(options, url, console, stream))
+    write_text(summary, json.dumps(found, indent=2, allow_nan=False) + "\n")
+    return found
+
+
+async def measure_load(options: LoadOptions, url: str, console: Console, records: TextIO) -> dict[str, Any]:
+    """The summary of a run; every request and step goes to ``records`` as it ends."""
+    stop = Stop()
+    with stop_on_signal(stop), Live(console) as live:
+        live.say(f"preparing workload {options.workload.name}")
+        async with open_bench(
+            url, options.workload, api_keys=api_keys(), seed=options.seed, timeout=options.timeout, stop=stop
+        ) as bench:
+            run = LoadRun(options, bench, stop, live, records)
+            server = await server_info(bench.links[0])
+            run.page_size = int(server.get("page_size", 1))
+            await run.run()
+            return {
+                "format": FORMAT,
+                **figures(run.steps, bench),
+                "problems": run.problems,
+                "stopped": stop.reason,
+                "steps": run.steps,
+                "chats": {"alone_itl_ms": run.alone, "errors": run.chat_errors} if run.alone else None,
+                "workload": options.workload.model_dump(),
+                "workload_digest": run.digest(),
+                "seed": options.seed,
+                "slo_ms": options.slo_ms,
+                "mode": options.mode,
+                "levels": list(options.levels),
+                **provenance(server, options.url, options.command),
+            }

@@ -1,0 +1,71 @@
+"""What the commands print at their end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+_WIDTH = 110
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Whole in a log too, whose width nobody knows."""
+    if not console.is_terminal:
+        console.width = max(console.width, _WIDTH)
+    console.print(table)
+
+
+def capacity_table(found: dict[str, Any]) -> Table:
+    """The knee, and the curve that follows from the fitted costs."""
+    knee = found["knee"]
+    unit = "receivers" if found["mode"] == "closed" else "requests/s"
+    level = "no load" if knee["level"] is None else f"{knee['level']:.4g} {unit}"
+    table = Table(title=f"{level} within p99 of {found['slo_p99_ms']:g} ms ({knee['ended']}); by the fitted costs:")
+    for column in ("sender positions", "ratio", "receivers", "limit", "that also read here", "limit"):
+        table.add_column(column, justify="right")
+    for point in found["curve"]:
+        table.add_row(
+            f"{point['positions']:,}{'*' if point['extrapolated'] else ''}",
+            f"{point['ratio']:g}",
+            f"{point['receivers']:,}",
+            point["limit"],
+            f"{point['receivers_on_this_server']:,}",
+            point["limit_on_this_server"],
+        )
+    table.caption = "* beyond the lengths that were measured"
+    return table
+
+
+def summary_table(found: dict[str, Any]) -> Table:
+    """The steps of a run, a row each; times are p50 / p99."""
+    title = f"workload {found['workload']['name']}, {found['mode']} loop, seed {found['seed']}"
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in ("way", "load", "done", "failed", "per s", "message ms", "TTEOA ms", "cached", "goodput/s"):
+        table.add_column(column, justify="left" if column == "way" else "right", no_wrap=column != "way")
+    for step in found["steps"]:
+        table.add_row(
+            step["way"].replace("_", " ") + (" + answer" if step["answering"] else ""),
+            f"{step['level']:g}",
+            str(step["completed"]),
+            str(step["failed"]),
+            f"{step['messages_per_s']:.2f}",
+            _p50_p99(step["time_to_message_ms"]),
+            _p50_p99(step["tteoa_ms"]),
+            "-" if step["cached_share"] is None else f"{step['cached_share']:.1%}",
+            f"{step['request_goodput']:.2f}",
+        )
+    generator = found["generator"]
+    table.caption = (
+        f"generator: {generator['cpu_ms_per_request']:.2f} ms of CPU a request; "
+        f"cache hits verified: {found['cache']['verified_hits']}, misses: {found['cache']['misses']}"
+    )
+    return table
+
+
+def _p50_p99(times: dict[str, Any] | None) -> str:
+    if times is None or times["p50"] is None:
+        return "-"
+    return f"{times['p50']:,.0f} / {times['p99']:,.0f}"

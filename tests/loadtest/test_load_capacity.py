@@ -1,0 +1,195 @@
+"""The search for the knee, the fitted costs and the curve, on servers whose truth is known."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+
+import pytest
+
+from cb_loadtest.load.curve import CurveSetting, ReceiverCost, capacity_curve
+from cb_loadtest.load.search import Knee, KneeSearch, Probe, p99_with_failures
+from cb_loadtest.load.service_model import Observation, fit_service_model
+from cb_loadtest.planning.fit import ServiceModel
+
+
+class Server:
+    """p99 grows with the load, and is blurred by up to ``noise`` of itself."""
+
+    def __init__(self, milliseconds: float, noise: float = 0.0) -> None:
+        self.milliseconds, self.noise = milliseconds, noise
+        self.draw = random.Random(2)
+        self.asked: list[float] = []
+
+    async def measure(self, level: float) -> Probe | None:
+        self.asked.append(level)
+        p99 = self.milliseconds * level * (1 + self.draw.uniform(-self.noise, self.noise))
+        return Probe(level, p99, 100, 0, level)
+
+
+def search(
+    server: Server, *, slo_ms: float = 1_000.0, highest: float = 512.0, whole: bool = True, probes: int = 60
+) -> Knee:
+    return asyncio.run(
+        KneeSearch(
+            server.measure,
+            slo_ms=slo_ms,
+            lowest=1.0 if whole else 0.25,
+            highest=highest,
+            whole=whole,
+            max_probes=probes,
+            out_of_time=lambda: None,
+        ).run()
+    )
+
+
+@pytest.mark.parametrize("truth", [1, 2, 3, 7, 64, 100, 511])
+def test_the_largest_whole_load_is_found(truth: int) -> None:
+    knee = search(Server(1_000.0 / truth - 1e-9))
+    assert (knee.level, knee.ended) == (truth, "found")
+
+
+def test_rates_are_found_within_a_tenth() -> None:
+    knee = search(Server(1_000.0 / 37.3), whole=False)
+    assert knee.level is not None
+    assert 37.3 / 1.1 <= knee.level <= 37.3
+
+
+def test_close_things_are_measured_three_times_and_clear_ones_once() -> None:
+    server = Server(1_000.0 / 20, noise=0.1)
+    knee = search(server)
+    assert knee.level is not None
+    assert 17 <= knee.level <= 23
+    assert [server.asked.count(level) for level in (1.0, 2.0, 4.0, 8.0, 32.0)] == [1, 1, 1, 1, 1]
+    assert server.asked.count(20.0) in (2, 3)
+
+
+def test_the_ends_of_the_range_are_said() -> None:
+    assert search(Server(2_000.0)).ended == "the smallest load does not hold"
+    assert search(Server(2_000.0)).level is None
+    knee = search(Server(1.0), highest=100.0)
+    assert (knee.level, knee.ended) == (100.0, "the largest load allowed still holds")
+
+
+def test_the_search_is_bounded_and_keeps_what_it_found() -> None:
+    server = Server(1_000.0 / 300)
+    knee = search(server, probes=6)
+    assert len(server.asked) == len(knee.probes) == 6
+    assert (knee.level, knee.ended) == (32.0, "all 6 probes are used up")
+
+
+def test_a_measurement_that_was_cut_short_is_not_judged() -> None:
+    class Dying(Server):
+        async def measure(self, level: float) -> Probe | None:
+            return None if level == 8 else await super().measure(level)
+
+    knee = search(Dying(1.0))
+    assert (knee.level, knee.ended) == (4.0, "cut short")
+
+
+def test_failed_requests_count_as_endless() -> None:
+    fast = [10.0] * 99
+    assert p99_with_failures(fast, 1) == 10.0
+    assert p99_with_failures(fast[:98], 2) == math.inf
+    assert p99_with_failures([], 0) == math.inf
+    assert p99_with_failures([float(i) for i in range(1, 201)], 0) == 198.0
+
+
+TRUTH = ServiceModel(fixed=0.02, per_row=1e-4, per_row_position=3e-8)
+GRID = [(batch, rows, positions) for batch in (1, 4, 16) for rows in (8, 32) for positions in (256, 512, 1_024)]
+
+
+def observed(truth: ServiceModel, noise: float = 0.0) -> list[Observation]:
+    draw = random.Random(4)
+    return [Observation(b, r, t, truth.seconds(b * r, t) * (1 + draw.uniform(-noise, noise))) for b, r, t in GRID]
+
+
+def test_the_fit_finds_the_costs() -> None:
+    fit = fit_service_model(observed(TRUTH))
+    assert fit.model.fixed == pytest.approx(TRUTH.fixed)
+    assert fit.model.per_row == pytest.approx(TRUTH.per_row)
+    assert fit.model.per_row_position == pytest.approx(TRUTH.per_row_position)
+    assert fit.max_error < 1e-9
+
+
+def test_noise_shows_in_the_errors_and_little_in_the_prediction() -> None:
+    fit = fit_service_model(observed(TRUTH, noise=0.05))
+    assert 0.005 < fit.median_error < 0.05
+    assert fit.model.seconds(64, 800) == pytest.approx(TRUTH.seconds(64, 800), rel=0.05)
+
+
+def test_no_cost_is_negative() -> None:
+    shrinking = [Observation(1, r, t, 0.1 / (r * t)) for _, r, t in GRID]
+    model = fit_service_model(shrinking).model
+    assert min(model.fixed, model.per_row, model.per_row_position) >= 0.0
+
+
+def test_too_few_observations_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 observations"):
+        fit_service_model(observed(TRUTH)[:2])
+
+
+def test_calls_that_took_no_time_are_refused() -> None:
+    with pytest.raises(ValueError, match="no time"):
+        fit_service_model([Observation(1, 8, 64, 0.0), *observed(TRUTH)])
+
+
+def test_the_batch_effect_is_the_cost_of_a_message_among_others() -> None:
+    effect = fit_service_model(observed(TRUTH)).batch_effect
+    assert list(effect) == [1, 4, 16]
+    assert effect[1] == 1.0
+    assert 1.0 > effect[4] > effect[16] > 1 / 16
+
+
+def setting(**changes: object) -> CurveSetting:
+    given = {"slo_s": 1.0, "rows": 20, "prompt": 20, "calibration": 1.0, "pool": None, "measured": (256, 1_024)}
+    return CurveSetting(**{**given, **changes})  # type: ignore[arg-type]
+
+
+READER = ReceiverCost(fixed=0.01, per_position=1e-4)
+
+
+def test_a_point_of_the_curve_is_the_last_load_that_fits() -> None:
+    (point,) = capacity_curve(TRUTH, READER, setting(), [512], [8.0])
+    n = point["receivers"]
+    assert TRUTH.seconds(n * 20, 512) <= 1.0 < TRUTH.seconds((n + 1) * 20, 512)
+    served = point["receivers_on_this_server"]
+
+    def both(receivers: int) -> float:
+        return TRUTH.seconds(receivers * 20, 512) + READER.fixed + receivers * (64 + 20) * READER.per_position
+
+    assert both(served) <= 1.0 < both(served + 1)
+    assert (point["kept"], point["limit"], point["extrapolated"]) == (64, "latency", False)
+
+
+def test_longer_senders_and_smaller_ratios_never_serve_more() -> None:
+    lengths, ratios = [256, 1_024, 8_192], [2.0, 8.0, 32.0]
+    points = {(p["positions"], p["ratio"]): p for p in capacity_curve(TRUTH, READER, setting(), lengths, ratios)}
+    for ratio in ratios:
+        found = [points[length, ratio]["receivers"] for length in lengths]
+        assert found == sorted(found, reverse=True)
+    for length in lengths:
+        assert len({points[length, ratio]["receivers"] for ratio in ratios}) == 1
+        found = [points[length, ratio]["receivers_on_this_server"] for ratio in ratios]
+        assert found == sorted(found)
+    assert points[8_192, 2.0]["extrapolated"]
+
+
+def test_the_pool_limits_too() -> None:
+    (point,) = capacity_curve(TRUTH, READER, setting(pool=1_000), [512], [8.0])
+    assert (point["receivers"], point["limit"]) == ((1_000 - 512) // 20, "memory")
+    assert point["receivers_on_this_server"] == (1_000 - 512) // (20 + 64 + 20)
+
+
+def test_what_the_model_leaves_out_is_calibrated_at_the_knee() -> None:
+    (plain,) = capacity_curve(TRUTH, READER, setting(), [512], [8.0])
+    (slower,) = capacity_curve(TRUTH, READER, setting(calibration=2.0), [512], [8.0])
+    n = slower["receivers"]
+    assert 2 * TRUTH.seconds(n * 20, 512) <= 1.0 < 2 * TRUTH.seconds((n + 1) * 20, 512)
+    assert n < plain["receivers"]
+
+
+def test_an_objective_that_one_call_misses_serves_nobody() -> None:
+    (point,) = capacity_curve(TRUTH, READER, setting(slo_s=0.01), [512], [8.0])
+    assert point["receivers"] == point["receivers_on_this_server"] == 0

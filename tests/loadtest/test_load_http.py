@@ -1,0 +1,245 @@
+"""Whole runs over HTTP against a stub with known delays, in virtual time: what is reported must be what was so.
+
+Client and stub share one event loop whose clock jumps, so latencies are the stub's delays and nothing else.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+from aiohttp import web
+from rich.console import Console
+from stub_server import Settings, Stub, make_app
+from virtual_time import run_virtually
+
+from cb_loadtest.load.capacity import CapacityOptions, find_capacity
+from cb_loadtest.load.run import LoadOptions, measure_load
+from cb_loadtest.load.view import capacity_table, summary_table
+from cb_loadtest.load.workload import Workload
+from cb_sglang.errors import InvalidRequestError
+
+T = TypeVar("T")
+GRACE = 0.001
+
+
+def against(stub: Stub, work: Callable[[str], Awaitable[T]]) -> T:
+    """What ``work`` returns when it is given the address of ``stub``."""
+
+    async def main() -> T:
+        runner = web.AppRunner(await make_app(stub))
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            return await work(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        finally:
+            await runner.cleanup()
+
+    return run_virtually(main, grace=GRACE)
+
+
+def workload(**changes: Any) -> Workload:
+    receivers = {"ratio": 8.0, "max_new_tokens": 4, **changes.pop("receivers", {})}
+    senders = {"count": 2, "positions": {"low": 64, "high": 96}, **changes.pop("senders", {})}
+    given = {"name": "test", "requests": 8, "warmup": 0, "senders": senders, "queries": {"count": 8}}
+    return Workload.model_validate({**given, "receivers": receivers, **changes})
+
+
+class Run:
+    """One measured run: its summary, its lines, and the stub that it met."""
+
+    def __init__(self, settings: Settings, chosen: Workload, level: float, mode: str = "closed", **more: Any) -> None:
+        self.stub = Stub(settings)
+        records = io.StringIO()
+        options = LoadOptions(chosen, mode, (level,), more.pop("ways", ("message",)), **more)
+        self.found = against(self.stub, lambda url: measure_load(options, url, Console(file=io.StringIO()), records))
+        self.lines = [json.loads(line) for line in records.getvalue().splitlines()]
+        json.dumps(self.found, allow_nan=False)
+
+    @property
+    def requests(self) -> list[dict[str, Any]]:
+        return [line for line in self.lines if line["kind"] == "request"]
+
+    @property
+    def step(self) -> dict[str, Any]:
+        (step,) = self.found["steps"]
+        return dict(step)
+
+
+@pytest.mark.parametrize(("mode", "level"), [("open", 60.0), ("closed", 8.0)])
+def test_percentiles_are_those_of_the_server(mode: str, level: float) -> None:
+    run = Run(Settings(delay=(0.2, 0.4)), workload(requests=120), level, mode)
+    truth = np.array([entry["seconds"] for entry in run.stub.log if entry["kind"] == "message"]) * 1_000
+    assert run.step["completed"] == len(truth) == 120
+    for percent in (50, 90, 95, 99):
+        found = run.step["time_to_message_ms"][f"p{percent}"]
+        assert found == pytest.approx(np.percentile(truth, percent), rel=0.02)
+    assert run.step["mean_e2e_latency_ms"] == pytest.approx(truth.mean(), rel=0.02)
+    if mode == "closed":
+        assert run.step["concurrency"] == pytest.approx(8.0, rel=0.1)
+        assert run.step["messages_per_s"] == pytest.approx(8 / 0.3, rel=0.1)
+
+
+def test_a_stall_shows_in_every_request_that_was_due_meanwhile() -> None:
+    run = Run(Settings(delay=(0.01, 0.01), stall_after=30, stall=2.0), workload(requests=160), 40.0, "open")
+    assert run.step["completed"] == 160
+    assert run.step["queue_ms"]["max"] < 1.0  # every request was sent when it was due
+    requests = sorted(run.requests, key=lambda line: line["due_s"])
+    until = requests[29]["due_s"] + requests[29]["e2e_latency_ms"] / 1_000
+    during = [line for line in requests[30:] if line["due_s"] < until - 0.02]
+    assert len(during) == pytest.approx(80, rel=0.3)
+    for line in during:
+        assert line["due_s"] + line["e2e_latency_ms"] / 1_000 == pytest.approx(until, abs=0.02)
+    # Half of the requests were due in the stall, so the percentiles know of it.
+    assert run.step["p90_e2e_latency_ms"] > 1_000
+
+
+def test_the_three_ways_in_one_run() -> None:
+    run = Run(
+        Settings(delay=(0.01, 0.01), token=0.002, prefill=0.0001),
+        workload(receivers={"answers": "both"}, baseline_share=0.5, senders={"count": 1}),
+        4.0,
+        ways=("message", "text_report", "full_context"),
+    )
+    found = run.found
+    steps = {(step["way"], step["answering"]): step for step in found["steps"]}
+    ways = ("message", "text_report", "full_context")
+    assert [steps[way, False]["completed"] for way in ways] == [8, 4, 4]
+    assert found["messages_per_s"] == {way: {"4": steps[way, False]["messages_per_s"]} for way in ways}
+    message, report, context = (steps[way, True] for way in ways)
+    sender, kept = message["mean_sender_positions"], message["mean_kept_positions"]
+    assert kept == report["mean_kept_positions"] == -(-sender // 8)
+    # Two round trips of sockets are a jump or two of the clock late at most.
+    assert message["time_to_message_ms"]["p50"] == pytest.approx(10.0, abs=0.5)
+    assert report["time_to_message_ms"]["p50"] == pytest.approx(2 * kept + 0.1 * report_words(run), abs=2.0)
+    assert message["mean_itl_ms"] == pytest.approx(2.0, abs=0.1)
+    assert (message["total_output_tokens"], report["total_output_tokens"]) == (8 * 4, 4 * (4 + kept))
+    assert context["mean_kept_positions"] == sender
+    assert (message["cached_share"], report["cached_share"], context["cached_share"]) == (1.0, 1.0, 0.0)
+    assert message["mean_payload_bytes"] == 4 * kept
+    assert message["grants"] == {"asked": 8}
+    assert message["server"]["cacheback_message_seconds"]["stage=total"]["count"] == 8
+    assert message["server"]["cacheback_message_seconds"]["stage=total"]["mean"] == pytest.approx(0.01, abs=0.001)
+    assert (found["cache"]["verified"], found["cache"]["misses"]) == (True, 0)
+    assert [line for line in run.lines if line["kind"] == "step"] == found["steps"]
+    assert found["generator"]["requests"] == len(run.requests) == 32
+    assert found["generator"]["cpu_ms_per_request"] > 0
+    assert "secret" not in json.dumps(found)
+    assert summary_table(found).row_count == 6
+
+
+def report_words(run: Run) -> float:
+    """Mean tokens of what asks for a report."""
+    step = next(step for step in run.found["steps"] if (step["way"], step["answering"]) == ("text_report", False))
+    return float(step["total_input_tokens"] / step["completed"] - step["mean_sender_positions"])
+
+
+def test_text_messages_reach_receivers_as_text() -> None:
+    step = Run(Settings(), workload(receivers={"answers": "on", "encoding": "text"}), 2.0).step
+    assert (step["completed"], step["total_output_tokens"]) == (8, 32)
+    assert step["mean_payload_bytes"] == pytest.approx(5 * step["mean_kept_positions"])
+
+
+def test_equal_seeds_give_the_same_load_and_the_same_verified_hits() -> None:
+    runs = [Run(Settings(), workload(), 3.0, seed=seed) for seed in (5, 5, 6)]
+    asked = [sorted((line["index"], line["sender"], line["query"]) for line in run.requests) for run in runs]
+    assert asked[0] == asked[1] != asked[2]
+    digests = [run.found["workload_digest"] for run in runs]
+    assert digests[0] == digests[1] != digests[2]
+    assert [run.found["cache"]["verified_hits"] for run in runs] == [8, 8, 8]
+
+
+def test_a_cold_cache_is_no_verified_run() -> None:
+    cache = Run(Settings(forgetful=True), workload(), 2.0).found["cache"]
+    assert (cache["verified"], cache["verified_hits"], cache["misses"]) == (False, 0, 8)
+    assert cache["cold_positions_at_first"] > 0
+
+
+def test_refused_requests_are_counted_by_code_and_are_no_goodput() -> None:
+    run = Run(Settings(fail_every=4), workload(requests=20), 2.0)
+    assert run.found["errors"] == {"503 server_overloaded": 5}
+    assert (run.step["completed"], run.step["failed"], run.step["slo_attainment"]) == (15, 5, 0.75)
+    assert sum(not line["success"] for line in run.requests) == 5
+
+
+def test_a_request_that_takes_too_long_is_a_timeout_and_not_a_lost_server() -> None:
+    run = Run(Settings(delay=(0.1, 0.1), stall_after=3, stall=60.0), workload(requests=80), 2.0, timeout=2.0)
+    assert run.found["stopped"] is None
+    assert run.step["errors"]["504 timeout"] == run.step["failed"] > 32
+    assert run.step["completed"] + run.step["failed"] == 80
+
+
+def test_seconds_bound_a_round() -> None:
+    step = Run(Settings(delay=(1.0, 1.0)), workload(rounds=2), 3.0, seconds=9.5).step
+    assert step["completed"] == 2 * 3 * 10
+    assert step["duration"] == pytest.approx(20.0, rel=0.02)
+
+
+def test_tenants_send_their_own_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CB_SGLANG_API_KEYS", "key-a, key-b")
+    run = Run(Settings(), workload(tenants=2, requests=30), 2.0)
+    assert {entry["key"] for entry in run.stub.log} == {"key-a", "key-b"}
+    assert {tenant: figures["n"] > 0 for tenant, figures in run.step["tenants"].items()} == {"0": True, "1": True}
+    assert "key-a" not in json.dumps([run.found, run.lines])
+    monkeypatch.setenv("CB_SGLANG_API_KEYS", "key-a")
+    with pytest.raises(InvalidRequestError, match="2 tenants"):
+        Run(Settings(), workload(tenants=2), 2.0)
+
+
+def test_chats_are_measured_beside_the_load_and_alone() -> None:
+    chats = {"concurrency": 2, "max_new_tokens": 8}
+    run = Run(Settings(token=0.005, delay=(0.05, 0.05)), workload(chats=chats, requests=12), 2.0)
+    alone = run.found["chats"]["alone_itl_ms"]
+    assert alone["n"] == 2 * 7
+    assert alone["p50"] == pytest.approx(5.0, abs=0.2)
+    # 12 requests of 50 ms, two at a time: 0.3 s, in which two chats get a token every 5 ms.
+    assert run.step["chat_itl_ms"]["n"] == pytest.approx(120, abs=40)
+    assert run.step["chat_itl_ms"]["p50"] == pytest.approx(5.0, abs=0.2)
+
+
+def capacity(settings: Settings, **changes: Any) -> dict[str, Any]:
+    settings.prefill = 1e-4
+    chosen = workload(senders={"count": 1, "positions": {"low": 64, "high": 64}})
+    given = {"mode": "closed", "slo_ms": 130.0, "highest": 64.0, "requests": 24, **changes}
+    options = CapacityOptions(chosen, **given)
+    return against(Stub(settings), lambda url: find_capacity(options, url, Console(file=io.StringIO())))
+
+
+def test_capacity_finds_the_knee_of_a_server_with_four_places() -> None:
+    found = capacity(Settings(delay=(0.05, 0.05), concurrency=4))
+    # Eight receivers take two turns of 50 ms; a ninth takes three.
+    assert (found["knee"]["level"], found["knee"]["ended"]) == (8.0, "found")
+    assert found["knee"]["p99_ms"] == pytest.approx(100.0, abs=2.0)
+    model = found["service_model"]
+    # The stub takes 50 ms a call, whatever is in it.
+    assert model["fixed"] == pytest.approx(0.05, rel=0.02)
+    assert model["batch_effect"]["16"] == pytest.approx(1 / 16, rel=0.02)
+    assert model["max_relative_error"] < 0.05
+    assert {point["ratio"] for point in found["curve"]} == {2.0, 4.0, 8.0, 16.0, 32.0}
+    assert capacity_table(found).row_count == len(found["curve"]) > 0
+    json.dumps(found, allow_nan=False)
+
+
+def test_capacity_of_an_open_loop_is_a_rate() -> None:
+    found = capacity(Settings(delay=(0.05, 0.05), concurrency=1), mode="open", slo_ms=400.0, requests=40, seconds=60)
+    # One place that takes 50 ms serves 20 a second; short probes let a queue grow a little beyond.
+    assert 8.0 < found["knee"]["level"] < 30.0
+    assert found["knee"]["ended"] == "found"
+
+
+def test_capacity_that_is_out_of_time_keeps_what_it_found() -> None:
+    found = capacity(Settings(delay=(0.05, 0.05)), max_seconds=2.0)
+    assert found["knee"]["ended"] == "the 2 seconds are used up"
+    assert found["knee"]["level"] is not None
+
+
+def test_an_endless_p99_is_null(tmp_path: Path) -> None:
+    found = capacity(Settings(fail_every=2))
+    assert found["knee"]["level"] is None
+    assert found["probes"][0]["p99_ms"] is None
+    assert found["probes"][0]["failed"] == 12
