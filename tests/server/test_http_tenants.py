@@ -54,10 +54,18 @@ class TenantsServer:
                 time.sleep(0.5)
         raise AssertionError("the server was not ready in time")
 
-    def signal(self, number: int) -> None:
-        """To every process of the server's group, the leash included."""
+    def kill(self) -> None:
+        """SIGKILL to every process of the server's group, the leash included."""
+        os.killpg(self._pid, signal.SIGKILL)
+
+    def terminate(self) -> None:
+        """SIGTERM to the server's main process, as a service manager does; the leash passes it on."""
+        os.kill(self._pid, signal.SIGTERM)
+
+    @property
+    def _pid(self) -> int:
         assert self._process is not None and self._process._process is not None
-        os.killpg(self._process._process.pid, number)
+        return self._process._process.pid
 
     def stop(self) -> None:
         if self._process is not None:
@@ -192,7 +200,7 @@ def test_killed_in_the_middle_of_registrations(tenants: TenantsServer) -> None:
         caller.start()
     while len(acknowledged) < 12:
         time.sleep(0.01)
-    tenants.signal(signal.SIGKILL)
+    tenants.kill()
     for caller in callers:
         caller.join()
     tenants.stop()
@@ -214,7 +222,7 @@ def test_sigterm_finishes_what_runs_and_takes_nothing_new(tenants: TenantsServer
     with tenants.client("b") as b, b.stream("POST", "/generate", json=body) as running:
         lines = running.iter_lines()
         assert next(lines).startswith("data:")
-        tenants.signal(signal.SIGTERM)
+        tenants.terminate()
         time.sleep(0.3)
         try:
             refused = a.post(f"/v1/senders/{sender}/messages", json={"queries": ["Who?"]})
