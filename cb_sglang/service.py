@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
@@ -19,6 +20,7 @@ from cb_sglang.merge import merge
 from cb_sglang.messages import Made, decode_text, make_message
 from cb_sglang.metrics import Metrics
 from cb_sglang.query_plan import QueryPlan, plan_query
+from cb_sglang.rows import PLACEHOLDER_ID
 from cb_sglang.runs import Runs, union
 from cb_sglang.seam.engine import Engine, Scored
 from cb_sglang.selection import SenderMeasurements, select_without_query_rows
@@ -27,6 +29,7 @@ from cb_sglang.senders import RegisteredSender
 from cb_sglang.settings import Settings
 from cb_sglang.tenants import Tenant
 
+logger = logging.getLogger(__name__)
 _GROUPS = 4
 """So many groups of one call's queries fit into the engine's share of work at once."""
 
@@ -83,21 +86,16 @@ class MessageService:
                 await self._given(tenant, each, f"cacheback.messages[{n}]") for n, each in enumerate(wanted.messages)
             ]
             return [block for block, _ in given], [name for _, name in given if name]
-        fields = {name: getattr(wanted, name) for name in wire.MessagesRequest.model_fields if name != "queries"}
+        senders = wanted.senders or []
         receiver = wanted.receiver or wire.Receiver()
-        receiver = receiver.model_copy(update={"senders": max(receiver.senders, len(wanted.senders or []))})
-        request = wire.MessagesRequest(**{**fields, "queries": [query], "receiver": receiver, "stream": False})
+        receiver = receiver.model_copy(update={"senders": max(receiver.senders, len(senders))})
+        request = _one_query(wanted, query).model_copy(update={"receiver": receiver})
         made: dict[str, Made] = {}
-        sources = merge(
-            *(
-                self.messages(tenant, sender_id, request, one_of=wanted.senders or [])
-                for sender_id in wanted.senders or []
-            )
-        )
+        sources = merge(*(self.messages(tenant, name, request, one_of=senders) for name in senders))
         async with aclosing(sources):
             async for each in sources:
                 made[each.message.sender] = each
-        ordered = [made[sender_id] for sender_id in wanted.senders or []]
+        ordered = [made[name] for name in senders]
         return [_block(each) for each in ordered], [each.message.id for each in ordered]
 
     async def forget(self, tenant: Tenant, sender_id: str) -> None:
@@ -264,17 +262,22 @@ class MessageService:
     ) -> AsyncGenerator[wire.Transfer, None]:
         """One pair. Pairs of one sender meet again in the engine's batch."""
         try:
-            fields = {name: getattr(request, name) for name in wire.MessagesRequest.model_fields}
-            one = wire.MessagesRequest(**{**fields, "queries": [request.queries[index]], "stream": False})
+            one = _one_query(request, request.queries[index])
             async with aclosing(self.messages(tenant, sender_id, one, one_of=request.senders)) as made:
                 async for each in made:
                     message = each.message.model_copy(update={"index": index})
                     yield wire.Transfer(sender=sender_id, query=index, message=message)
         except CacheBackError as error:
-            self.metrics.error(error.code)
-            param = error.param.replace("queries[0]", f"queries[{index}]") if error.param else None
-            body = wire.ErrorBody(message=error.message, type=error.type, param=param, code=error.code)
-            yield wire.Transfer(sender=sender_id, query=index, error=body)
+            yield self._failed(sender_id, index, error)
+        except Exception:
+            logger.exception("unexpected error in a transfer")
+            yield self._failed(sender_id, index, CacheBackError("internal error; the server's log has the details"))
+
+    def _failed(self, sender_id: str, index: int, error: CacheBackError) -> wire.Transfer:
+        self.metrics.error(error.code)
+        param = error.param.replace("queries[0]", f"queries[{index}]") if error.param else None
+        body = wire.ErrorBody(message=error.message, type=error.type, param=param, code=error.code)
+        return wire.Transfer(sender=sender_id, query=index, error=body)
 
     # --- messages for a chat
 
@@ -291,12 +294,18 @@ class MessageService:
         return Block(label, None, await self.senders.received_one(tenant, message, where)), message.id
 
 
+def _one_query(call: wire.TransfersRequest | wire.ChatExtension, query: wire.AnyQuery) -> wire.MessagesRequest:
+    """One query with the options of a call of several senders."""
+    options = {name: getattr(call, name) for name in wire.MessagesRequest.model_fields if name != "queries"}
+    return wire.MessagesRequest(**{**options, "queries": [query], "stream": False})
+
+
 def _block(made: Made) -> Block:
     payload = made.payload
     if payload.encoding == "text":
         return Block(payload.sender, payload.text, None)
     rows = payload.rows if payload.rows is not None and len(payload.rows) else None
-    ids = [0] * len(payload.positions) if payload.token_ids is None else list(payload.token_ids)
+    ids = [PLACEHOLDER_ID] * len(payload.positions) if payload.token_ids is None else list(payload.token_ids)
     return Block(payload.sender, None, Part(ids, rows))
 
 

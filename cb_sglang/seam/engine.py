@@ -79,6 +79,7 @@ class Engine:
     def __init__(self, tokenizer_manager: Any, *, max_input: int, pool_positions: int) -> None:
         self._manager = tokenizer_manager
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cacheback-tokenizer")
+        self._fingerprint = "", ""  # of which weight version
         config = tokenizer_manager.model_config
         self.max_input = min(max_input, pool_positions - 1)
         """Longest request in positions, sender and query together."""
@@ -108,8 +109,11 @@ class Engine:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of what the KV of a token depends on (seam/fingerprints.py)."""
-        return model_fingerprint(self._manager)
+        """Hash of what the KV of a token depends on (seam/fingerprints.py); another after an update of the weights."""
+        version = str(self._manager.config_value("weight_version"))
+        if self._fingerprint[0] != version:
+            self._fingerprint = version, model_fingerprint(self._manager)
+        return self._fingerprint[1]
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:
