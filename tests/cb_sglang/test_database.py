@@ -102,7 +102,7 @@ def test_calls_run_in_order_on_one_thread() -> None:
         return number
 
     async def calls() -> None:
-        tasks = [asyncio.create_task(db.run(work, number)) for number in range(5)]
+        tasks = [db.run(work, number) for number in range(5)]
         await asyncio.sleep(0)
         tasks[3].cancel()
         await asyncio.sleep(0)

@@ -26,8 +26,10 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @pytest.fixture(autouse=True)
-def _compile_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_compiler(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))
+    # SGLang, which other tests may have imported, points Triton to the machine's assembler instead of its own.
+    monkeypatch.delenv("TRITON_PTXAS_BLACKWELL_PATH", raising=False)
 
 
 def assert_keeps_to_the_registers(stats: KernelStats, arch: int) -> None:
