@@ -63,6 +63,7 @@ class SenderService:
         """When senders were last known to be in the cache (monotonic seconds)."""
         self._locked: set[str] = set()
         """Senders that the engine holds in its cache."""
+        self._letting_go: set[asyncio.Task[None]] = set()
         self._upkeep: asyncio.Task[None] | None = None
 
     @classmethod
@@ -348,9 +349,17 @@ class SenderService:
                 await self.engine.pin(replace(whole, input_ids=whole.input_ids[:granted], rows=rows), sender.id)
             else:
                 await self._unpin(sender)
-        except CacheBackError:
+        except BaseException:
             self.registry.unpin(sender.tenant, sender.id)
+            # Also when the caller has left: the engine may have come as far as the lock.
+            self._letting_go.add(task := asyncio.create_task(self._unpin(sender)))
+            task.add_done_callback(self._let_go)
             raise
+
+    def _let_go(self, task: asyncio.Task[None]) -> None:
+        self._letting_go.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a pin could not be let go of: %s", error)
 
     async def _unpin(self, sender: RegisteredSender) -> None:
         await self.engine.unpin(sender.id, self.context(sender).rank)
