@@ -97,7 +97,10 @@ def seams() -> list[Finding]:
         # What SGLang says of optional parts when it is imported would stand between the findings.
         warnings.simplefilter("ignore")
         problems = {
-            **{target: check.function_problem(target, wanted) for target, wanted in check.FUNCTIONS.items()},
+            **{
+                target: check.function_problem(target, wanted)
+                for target, wanted in check.functions(server=True).items()
+            },
             **{target: check.attribute_problem(target, wanted) for target, wanted in check.ATTRIBUTES.items()},
         }
     remedy = f"install the version wanted: pip install 'sglang=={SGLANG_VERSION}'"

@@ -30,7 +30,7 @@ def launch(arguments: Sequence[str], settings: Settings, *, allowed_selectors: S
     from cb_sglang.seam.pins import allow_pins
     from cb_sglang.seam.readiness import require_scorable_model
 
-    check_seams()
+    check_seams(server=True)
     tenants = Tenants.configured(settings.tenant_keys)
     secret = load_or_create_secret(None if settings.data_dir is None else settings.data_dir / "secret")
     allow(allowed_selectors)

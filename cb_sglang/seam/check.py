@@ -41,10 +41,19 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
     ),
     "managers.tokenizer_manager.TokenizerManager.generate_request": ("self", "obj", "request"),
     "managers.tokenizer_manager.TokenizerManager.config_value": ("self",),
-    "entrypoints.http_server.launch_server": ("server_args",),
     "entrypoints.http_server._setup_and_run_http_server": (
         "server_args", "tokenizer_manager", "template_manager", "port_args", "scheduler_infos",
     ),
+}  # fmt: skip
+
+# Used by the HTTP process alone; a scheduler need not import them.
+SERVER_FUNCTIONS: dict[str, tuple[str, ...]] = {
+    "entrypoints.http_server.launch_server": ("server_args",),
+    "entrypoints.openai.serving_base.OpenAIServingBase.handle_request": ("self", "request", "raw_request"),
+    "entrypoints.openai.serving_chat.OpenAIServingChat._convert_to_internal_request": (
+        "self", "request", "raw_request",
+    ),
+    "managers.tokenizer_control_mixin.TokenizerControlMixin.get_loads": ("self",),
 }  # fmt: skip
 
 # Looked at where there is CUDA; elsewhere the module may not even import.
@@ -82,10 +91,18 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
 }
 
 
-def check_seams() -> None:
-    """Raise SeamError naming every seam that does not fit, the SGLang version wanted and the one found."""
-    functions = FUNCTIONS | CUDA_FUNCTIONS if torch.cuda.is_available() else FUNCTIONS
-    problems = [p for p in map(function_problem, functions, functions.values()) if p]
+def functions(*, server: bool) -> dict[str, tuple[str, ...]]:
+    """What must look as expected here; ``server``: in the HTTP process."""
+    return FUNCTIONS | (SERVER_FUNCTIONS if server else {}) | (CUDA_FUNCTIONS if torch.cuda.is_available() else {})
+
+
+def check_seams(*, server: bool = False) -> None:
+    """Raise SeamError naming every seam that does not fit, the SGLang version wanted and the one found.
+
+    server: also those that only the HTTP process uses.
+    """
+    wanted = functions(server=server)
+    problems = [p for p in map(function_problem, wanted, wanted.values()) if p]
     problems += [p for p in map(attribute_problem, ATTRIBUTES, ATTRIBUTES.values()) if p]
     if problems:
         raise SeamError(

@@ -248,13 +248,14 @@ def test_values_of_arguments_are_not_shown() -> None:
 
 def test_every_seam_is_named_and_fits_the_installed_sglang() -> None:
     findings = doctor.seams()
-    assert [each.name for each in findings] == [*check.FUNCTIONS, *check.ATTRIBUTES]
+    assert [each.name for each in findings] == [*check.functions(server=True), *check.ATTRIBUTES]
     assert failures(findings) == []
 
 
 def test_a_seam_that_differs_fails_with_the_version_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     target = "managers.scheduler.Scheduler.get_init_info"
     monkeypatch.setattr(check, "FUNCTIONS", {target: ("self", "of_another_version"), "nowhere.function": ()})
+    monkeypatch.setattr(check, "SERVER_FUNCTIONS", {})
     monkeypatch.setattr(check, "ATTRIBUTES", {"managers.embed_types.PositionalEmbeds": ("gone",)})
     findings = doctor.seams()
     assert [each.status for each in findings] == ["fail"] * 3
