@@ -196,22 +196,29 @@ class Admission:
         Raises RateLimitError (429) when it would have to wait and its tenant holds its share already; CapacityError
         (503) when it would have to wait and the queue is full, or after ``close``. Both say when to come back.
         """
-        if rows < 1 or positions < 1:
-            raise InvalidRequestError(f"a query needs rows and positions, not {rows} and {positions}")
-        if self._closed:
-            raise CapacityError(
-                "the server is shutting down; send the request to another one, or again later",
-                retry_after=self._throughput.retry_after(self._running.work + self._queued.work),
-            )
         ticket = Ticket(tenant, sender, rows, positions, on_start, self._clock())
-        if self._queued.requests or not self._can_start(ticket):
-            self._check_may_wait(ticket)
+        self._check(ticket)
         self._queue.push(ticket)
         self._queued.add(ticket)
         self._tenants.setdefault(tenant, TenantLoad()).queued.add(ticket)
         self._empty.clear()
         self._start_next()
         return ticket
+
+    def check(self, *, tenant: str, sender: str, rows: int, positions: int) -> None:
+        """Raises what ``enter`` would raise now; nothing is entered."""
+        self._check(Ticket(tenant, sender, rows, positions, lambda: None, self._clock()))
+
+    def _check(self, ticket: Ticket) -> None:
+        if ticket.rows < 1 or ticket.positions < 1:
+            raise InvalidRequestError(f"a query needs rows and positions, not {ticket.rows} and {ticket.positions}")
+        if self._closed:
+            raise CapacityError(
+                "the server is shutting down; send the request to another one, or again later",
+                retry_after=self._throughput.retry_after(self._running.work + self._queued.work),
+            )
+        if self._queued.requests or not self._can_start(ticket):
+            self._check_may_wait(ticket)
 
     def leave(self, ticket: Ticket, *, finished: bool) -> None:
         """Free the place and start whose turn it is. ``finished``: its work was done, so it tells the throughput.
@@ -298,7 +305,9 @@ class Admission:
         limits, held = self.limits, self._tenants.get(ticket.tenant, TenantLoad())
         share_of_work = limits.tenant_share * (limits.max_running_work + limits.max_queued_work)
         share_of_waiting = max(1.0, limits.tenant_share * limits.max_waiting)
-        if (held.requests and held.work + ticket.work > share_of_work) or held.queued.requests + 1 > share_of_waiting:
+        # A share of all is no share: what refuses then is the whole queue.
+        over_work = held.requests and held.work + ticket.work > share_of_work
+        if limits.tenant_share < 1.0 and (over_work or held.queued.requests + 1 > share_of_waiting):
             raise RateLimitError(
                 f"this tenant holds {held.work} units of work (query rows x sender positions) in {held.requests} "
                 f"requests, {held.queued.requests} of them waiting; its share is {share_of_work:.0f} units and "

@@ -138,6 +138,8 @@ class MessageService:
         started, now = time.perf_counter(), time.monotonic()
         if self.engine.stopping:
             raise CapacityError("the server is shutting down; send the request to another one, or again later")
+        # Refused before any work is done for it, where it is to be refused anyway.
+        self.admission.check(tenant=sender.tenant, sender=sender.id, rows=len(request.queries), positions=len(sender))
         before: dict[int, Runs] = {}
 
         async def excluded(index: int, options: wire.Query) -> Runs:
@@ -150,13 +152,12 @@ class MessageService:
             for index in range(len(request.queries))
         ]
         seconds = self.settings.admission.default_deadline if request.deadline is None else request.deadline
-        miss = await self.senders.warm(sender)
         with self.grants.receivers(len(plans)) as receivers:
             groups = self._groups(sender, [plan for plan in plans if plan.needs_engine])
             groups += [[plan] for plan in plans if not plan.needs_engine]
             outcomes = merge(*(self._answered(sender, group, request, receivers, now + seconds) for group in groups))
             async with aclosing(outcomes):
-                async for plan, scored, granted, queued in outcomes:
+                async for plan, scored, granted, miss, queued in outcomes:
                     made = await make_message(
                         self.engine,
                         sender,
@@ -179,7 +180,7 @@ class MessageService:
         request: wire.MessagesRequest,
         receivers: Receivers,
         deadline: float,
-    ) -> AsyncGenerator[tuple[QueryPlan, Scored, Grant, float], None]:
+    ) -> AsyncGenerator[tuple[QueryPlan, Scored, Grant, wire.CacheMiss | None, float], None]:
         """A group of queries: granted one by one, then admitted together and scored as one engine batch.
 
         Grants come first: who waits for room in the pool must not hold a place that those who have it need.
@@ -205,14 +206,15 @@ class MessageService:
             deadline=max(1e-3, deadline - time.monotonic()),
         ) as ticket:
             self._report_load()
+            miss, queued = await self.senders.warm(sender), ticket.queued_seconds
             if granted[0].needs_engine:
                 context = self.senders.context(sender)
                 async with aclosing(self.engine.score([plan.request(sender, context) for plan in granted])) as batch:
                     async for scored in batch:
                         plan = granted[scored.index]
-                        yield plan, replace(scored, index=plan.index), grants[scored.index], ticket.queued_seconds
+                        yield plan, replace(scored, index=plan.index), grants[scored.index], miss, queued
             else:
-                yield granted[0], await self._selected(sender, granted[0]), grants[0], ticket.queued_seconds
+                yield granted[0], await self._selected(sender, granted[0]), grants[0], miss, queued
 
     def _report_load(self) -> None:
         registry = self.senders.registry
