@@ -211,7 +211,7 @@ def run(
 async def settle() -> None:
     """Let everything go on that does not wait for another thread."""
     for _ in range(30):
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.002)  # a thread may have a part in it
 
 
 def assert_idle(service: MessageService) -> None:
