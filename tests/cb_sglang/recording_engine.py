@@ -209,9 +209,9 @@ def run(
 
 
 async def settle() -> None:
-    """Let everything go on that does not wait for another thread."""
-    for _ in range(30):
-        await asyncio.sleep(0.002)  # a thread may have a part in it
+    """Let everything go on; a thread may have a part in it."""
+    for _ in range(10):
+        await asyncio.sleep(0.001)
 
 
 def assert_idle(service: MessageService) -> None:
