@@ -83,4 +83,7 @@ def complete(arguments: Sequence[str], *, with_tenants: bool = False) -> list[st
     if activate() is not None and "--device" not in given:
         # SGLang 0.5.23 cannot read the device's name off an out-of-tree platform (arg_groups/serving_hook.py).
         completed += ["--device", "cpu"]
+    if activate() is not None and "--sleep-on-idle" not in given:
+        # An idle scheduler would poll on a core that the others need.
+        completed += ["--sleep-on-idle"]
     return completed

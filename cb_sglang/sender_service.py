@@ -16,7 +16,14 @@ from cb_sglang.audit import AuditLog, AuditRecord
 from cb_sglang.audit_writer import AuditWriter
 from cb_sglang.content import Part, concatenated, new_content
 from cb_sglang.database import Database
-from cb_sglang.errors import CacheBackError, CapacityError, ContextLengthError, InvalidRequestError, RateLimitError
+from cb_sglang.errors import (
+    CacheBackError,
+    CapacityError,
+    ContextLengthError,
+    InvalidRequestError,
+    RateLimitError,
+    SenderNotFoundError,
+)
 from cb_sglang.received import received_part
 from cb_sglang.registry import SenderRegistry
 from cb_sglang.runs import Runs, size, union
@@ -350,11 +357,21 @@ class SenderService:
             else:
                 await self._unpin(sender)
         except BaseException:
-            self.registry.unpin(sender.tenant, sender.id)
+            if self._is_pinned(sender):
+                self.registry.unpin(sender.tenant, sender.id)
             # Also when the caller has left: the engine may have come as far as the lock.
             self._letting_go.add(task := asyncio.create_task(self._unpin(sender)))
             task.add_done_callback(self._let_go)
             raise
+        # Deleted, expired or unpinned meanwhile: the engine may have been told so before it came to the lock.
+        if granted and not self._is_pinned(sender):
+            await self._unpin(sender)
+
+    def _is_pinned(self, sender: RegisteredSender) -> bool:
+        try:
+            return self.registry.pinned_positions(sender.tenant, sender.id) > 0
+        except SenderNotFoundError:
+            return False
 
     def _let_go(self, task: asyncio.Task[None]) -> None:
         self._letting_go.discard(task)

@@ -143,7 +143,7 @@ def test_without_a_model_the_embedded_one_is_served_with_a_template(embedded: Pa
         *("--port", "1", "--enable-metrics"),
         *("--model-path", str(embedded), "--served-model-name", "gemma-3-270m"),
         *("--chat-template", template),
-        *("--device", "cpu"),
+        *("--device", "cpu", "--sleep-on-idle"),
     ]
     assert Path(template).is_file()
     assert launch.complete(["--chat-template", "mine"]).count("--chat-template") == 1
@@ -151,11 +151,11 @@ def test_without_a_model_the_embedded_one_is_served_with_a_template(embedded: Pa
 
 @pytest.mark.parametrize("given", [["--model-path", "m"], ["--model-path=m"], ["--model", "m"]])
 def test_a_given_model_is_served(embedded: Path, given: list[str]) -> None:
-    assert launch.complete(given) == [*given, "--enable-metrics", "--device", "cpu"]
+    assert launch.complete(given) == [*given, "--enable-metrics", "--device", "cpu", "--sleep-on-idle"]
 
 
 def test_a_given_device_stays(embedded: Path) -> None:
-    given = ["--model", "m", "--device", "cuda", "--enable-metrics"]
+    given = ["--model", "m", "--device", "cuda", "--enable-metrics", "--sleep-on-idle"]
     assert launch.complete(given) == given
 
 

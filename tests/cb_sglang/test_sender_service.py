@@ -284,6 +284,28 @@ def test_the_forgotten_and_the_expired_are_not_kept(tmp_path: Path) -> None:
     run(before, data_dir=tmp_path)
 
 
+@pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves"])
+def test_a_pin_does_not_outlive_its_sender(leaves: bool) -> None:
+    """The engine comes to a long pin after the unpin that a deletion has sent meanwhile."""
+
+    async def test(engine: RecordingEngine, service: MessageService) -> None:
+        sender = await registered(service)
+        engine.hold = asyncio.Event()
+        pin = asyncio.create_task(service.senders.pin(ALICE, sender))
+        await settle()
+        under_way, engine.hold = engine.hold, None
+        await service.forget(ALICE, sender)
+        if leaves:
+            pin.cancel()
+        under_way.set()
+        with pytest.raises(asyncio.CancelledError if leaves else SenderNotFoundError):
+            await pin
+        await settle()
+        assert engine.pinned == {} and service.senders.registry.usage().pinned_positions == 0
+
+    run(test)
+
+
 # --- other tenants
 
 
