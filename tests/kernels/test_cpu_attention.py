@@ -119,7 +119,7 @@ def test_ragged_batch(heads: int, kv_heads: int, dim: int, window: int | None, s
     batch.check(window)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_batch(data: st.DataObject) -> None:
     draw = data.draw

@@ -17,7 +17,7 @@ from cb_server.routes import router
 from cb_sglang.client import Sender
 
 Drawn: TypeAlias = Case[Any]
-EXAMPLES = 8
+EXAMPLES = 5
 TIMEOUT_SECONDS = 60.0
 VOCABULARY = 200_000
 MOST_LATENT_STEPS = 2  # each is a step of the engine's
