@@ -50,6 +50,8 @@ class MessageService:
     @classmethod
     async def start(cls, engine: Engine, settings: Settings, secret: bytes) -> MessageService:
         """Raises StoreError."""
+        # Files and a whole vocabulary are hashed: once, and not in the first message on the event loop.
+        await engine.tokenizing(lambda: (engine.fingerprint, engine.tokenizer_fingerprint))
         return cls(engine, settings, await SenderService.start(engine, settings, secret))
 
     def messages(

@@ -13,7 +13,8 @@ from cb_sglang.templates import DEFAULT_TEMPLATE, check_template
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """
+    """Every field has a default; the two limits have their own (registry.py, admission.py).
+
     data_dir:          where senders, the audit record and the server's secret are kept; None: in memory, gone with the
                        process.
     tenant_keys:       the file of tenants' keys; None: the environment's, or none.

@@ -51,10 +51,9 @@ def select(tasks: list[ScoringTask]) -> None:
         excluded=excluded,
         span=SPAN,
     )
-    *rows, counts = torch.cat([kept.positions.T, kept.count[None].to(torch.int32)]).cpu().unbind()
-    positions = torch.stack(rows, dim=1)
+    packed = torch.cat([kept.count[:, None].to(torch.int32), kept.positions], dim=1).cpu()
     for row, (task, spec) in enumerate(zip(tasks, specs, strict=True)):
-        result: dict[str, Any] = {"positions": positions[row, : int(counts[row])].tolist()}
+        result: dict[str, Any] = {"positions": packed[row, 1 : 1 + int(packed[row, 0])].tolist()}
         if spec.want_scores:
             result["span_scores"] = span_means(scores[row, : spec.sender_len], SPAN).tolist()
         task.settle(result)
