@@ -107,12 +107,11 @@ class Metrics:
         self._payload.observe(message.payload_bytes)
         self._cached(message.cached_positions, message.sender_positions, message.cache_miss)
 
-    def registered(self, sender: wire.Sender) -> None:
-        """A sender as a registration or an extension answers it."""
+    def registered(self, sender: wire.Sender, *, missed: bool) -> None:
+        """A sender as a registration or an extension answers it. ``missed``: the cache did not hold it whole."""
         self._registrations.inc()
         if sender.cached_positions is not None:
-            reason = REGISTRATION if sender.cached_positions < sender.positions else None
-            self._cached(sender.cached_positions, sender.positions, reason)
+            self._cached(sender.cached_positions, sender.positions, REGISTRATION if missed else None)
 
     def error(self, code: str) -> None:
         """A call, or one pair of a transfers call, that was answered with this error code."""

@@ -177,8 +177,7 @@ class SenderService:
         if seen is not None and time.monotonic() - seen < _TRUSTED_SECONDS:
             return None
         ready = await self._prefilled(sender)
-        # SGLang computes a prompt's last position even when the cache has it.
-        if ready.cached >= len(sender) - self.engine.page_size:
+        if self.engine.found_all(ready.cached, len(sender)):
             return None
         return "restarted" if seen is None else "evicted"
 

@@ -132,6 +132,10 @@ class Engine:
         """Positions a page of the KV pool; the cache holds whole pages."""
         return int(self._manager.server_args.page_size or 1)
 
+    def found_all(self, cached: int, positions: int) -> bool:
+        """Whether ``cached`` of a prefill's positions were all: SGLang computes the last one even when it has it."""
+        return cached >= positions - self.page_size
+
     @property
     def stopping(self) -> bool:
         """Whether SGLang is on its way out (SIGTERM): what runs is finished, nothing new is taken."""

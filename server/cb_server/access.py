@@ -7,6 +7,7 @@ is for the tenant called ``admin``.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
@@ -72,26 +73,31 @@ class TenantAccess:
         return replayed(await self._in_namespace(tenant, scope, receive), receive)
 
     async def _in_namespace(self, tenant: Tenant, scope: Scope, receive: Receive) -> bytes:
-        body = await read_body(receive)
-        try:
-            parsed = json.loads(body)
-        except (ValueError, RecursionError):
-            raise InvalidRequestError("the body is not JSON that can be read") from None
-        if not isinstance(parsed, dict):
-            raise InvalidRequestError("the body must be a JSON object")
-        for name in _REFUSED_FIELDS:
-            if parsed.get(name) is not None:
-                raise InvalidRequestError(f"{name} is not open to tenants of this server; leave it out", param=name)
-        if any(name.startswith("cacheback") for params in _custom_params(parsed) for name in params):
-            raise InvalidRequestError(
-                "ask for messages at our own endpoints, not in custom_params", param="custom_params"
-            )
-        parsed.pop("cache_salt", None)
-        parsed["extra_key"] = self._namespace_of(tenant.name)
-        body = json.dumps(parsed).encode()
+        # Not on the event loop: a body may have megabytes.
+        body = await asyncio.to_thread(_rewritten, await read_body(receive), self._namespace_of(tenant.name))
         kept = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
         scope["headers"] = [*kept, (b"content-length", str(len(body)).encode())]
         return body
+
+
+def _rewritten(body: bytes, namespace: str | None) -> bytes:
+    """A prompt's body in a radix namespace. Raises InvalidRequestError for what a tenant may not ask."""
+    try:
+        parsed = json.loads(body)
+    except (ValueError, RecursionError):
+        raise InvalidRequestError("the body is not JSON that can be read") from None
+    if not isinstance(parsed, dict):
+        raise InvalidRequestError("the body must be a JSON object")
+    for name in _REFUSED_FIELDS:
+        if parsed.get(name) is not None:
+            raise InvalidRequestError(f"{name} is not open to tenants of this server; leave it out", param=name)
+    if any(name.startswith("cacheback") for params in _custom_params(parsed) for name in params):
+        raise InvalidRequestError(
+            "messages have endpoints of their own; leave out custom_params", param="custom_params"
+        )
+    parsed.pop("cache_salt", None)
+    parsed["extra_key"] = namespace
+    return json.dumps(parsed).encode()
 
 
 def _custom_params(body: dict[str, Any]) -> list[dict[str, Any]]:

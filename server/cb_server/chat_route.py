@@ -5,6 +5,7 @@ A request without the object reaches SGLang's route as it came, byte for byte; t
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from typing import Any
@@ -45,7 +46,9 @@ class ChatWithMessages:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         seen = await read(receive)
-        parsed = _with_field(seen.body) if seen.complete else None
+        parsed = None
+        if seen.complete and b'"cacheback"' in seen.body:
+            parsed = await asyncio.to_thread(_with_field, seen.body)
         if parsed is None:
             return await self._original.handle(scope, seen.then(receive), send)
         request = Request(scope, receive)
@@ -57,7 +60,9 @@ class ChatWithMessages:
         except (RequestValidationError, ConnectionError):
             raise  # SGLang's own handler answers for its part of the body
         except Exception:
-            response = error_response(unexpected(f"POST {PATH}"))
+            failure = unexpected(f"POST {PATH}")
+            count_error(scope["app"], failure.code)
+            response = error_response(failure)
         await response(scope, receive, send)
 
 
@@ -86,8 +91,6 @@ async def _answer(body: dict[str, Any], request: Request) -> Any:
 
 def _with_field(body: bytes) -> dict[str, Any] | None:
     """The parsed body, if it is an object with our field; anything else is SGLang's to read."""
-    if b'"cacheback"' not in body:
-        return None
     try:
         parsed = json.loads(body)
     except (ValueError, RecursionError):

@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request
 from cb_server.context import ERRORS, Caller, Service, until_disconnect
 from cb_server.guard import GuardedRoute
 from cb_sglang import wire
+from cb_sglang.service import MessageService
 
 router = APIRouter(prefix="/v1/senders", tags=["cacheback"], route_class=GuardedRoute)
 
@@ -15,8 +16,7 @@ router = APIRouter(prefix="/v1/senders", tags=["cacheback"], route_class=Guarded
 async def register_sender(body: wire.SenderRequest, request: Request, caller: Caller, service: Service) -> wire.Sender:
     """Prefill a context once and get an id for it. The same content has the same id."""
     sender = await until_disconnect(request, service.senders.register(caller, body))
-    service.metrics.registered(sender)
-    return sender
+    return _counted(service, sender)
 
 
 @router.get("", response_model=wire.SenderList, responses=ERRORS)
@@ -44,8 +44,7 @@ async def extend_sender(
 ) -> wire.Sender:
     """A new sender that goes on where this one ends; what the two share stays in the cache."""
     sender = await until_disconnect(request, service.senders.extend(caller, sender_id, body))
-    service.metrics.registered(sender)
-    return sender
+    return _counted(service, sender)
 
 
 @router.put("/{sender_id}/pin", response_model=wire.Sender, responses=ERRORS)
@@ -64,3 +63,9 @@ async def unpin_sender(sender_id: str, caller: Caller, service: Service) -> wire
 async def audit_sender(sender_id: str, caller: Caller, service: Service) -> wire.Audit:
     """Which of the sender's positions went to whom, newest first."""
     return await service.senders.audit(caller, sender_id)
+
+
+def _counted(service: MessageService, sender: wire.Sender) -> wire.Sender:
+    found_all = service.engine.found_all(sender.cached_positions or 0, sender.positions)
+    service.metrics.registered(sender, missed=not found_all)
+    return sender

@@ -111,6 +111,9 @@ class RecordingEngine:
         await asyncio.sleep(0)
         return EngineLoad(self.pool_positions, self.used, 0, 0)
 
+    def found_all(self, cached: int, positions: int) -> bool:
+        return cached >= positions - self.page_size
+
     async def prefill(self, context: Context) -> int:
         self.prefills.append(context)
         try:

@@ -82,8 +82,8 @@ def test_cache_hits_and_misses_are_positions_and_misses_have_a_reason(
     metrics: Metrics, registry: CollectorRegistry
 ) -> None:
     sender = wire.Sender(id="snd_1", positions=100, cached_positions=40, fingerprint="f", created=0.0)
-    metrics.registered(sender)
-    metrics.registered(sender.model_copy(update={"cached_positions": 100}))
+    metrics.registered(sender, missed=True)
+    metrics.registered(sender.model_copy(update={"cached_positions": 100}), missed=False)
     metrics.message(message(cached=900), "team-a")
 
     assert value(registry, "registrations_total") == 2
