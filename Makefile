@@ -26,7 +26,7 @@ recall: setup
 	$(PY) -m cb_loadtest.cli recall --out build/recall.json --markdown docs/recall-table.md
 
 loadtest: setup
-	$(PY) -m cb_loadtest.cli run --concurrency 1,4,8 --json build/loadtest.json --out build/loadtest.jsonl
+	$(PY) -m cb_loadtest.cli run --concurrency 1,4,16 --json build/loadtest.json --out build/loadtest.jsonl
 	$(PY) -m cb_loadtest.cli report --run build/loadtest.json --out build/loadtest
 
 check: setup

@@ -23,7 +23,7 @@ from cb_sglang.senders import digest
 P = ParamSpec("P")
 T = TypeVar("T")
 
-VERSION = 1
+VERSION = 2
 BUSY_SECONDS = 5.0
 # In each table, the digest covers the columns before it.
 _SCHEMA = (
@@ -31,7 +31,7 @@ _SCHEMA = (
         id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL, model TEXT NOT NULL, fingerprint TEXT NOT NULL,
         created REAL NOT NULL, inherited INTEGER NOT NULL, latent INTEGER NOT NULL, private TEXT NOT NULL, parent TEXT,
         row_dtype TEXT, row_hidden INTEGER, row_positions BLOB, row_data BLOB, input_ids BLOB NOT NULL,
-        digest BLOB NOT NULL, ttl REAL, expires REAL
+        digest BLOB NOT NULL, ttl REAL, expires REAL, pinned INTEGER NOT NULL DEFAULT 0
     ) STRICT""",
     """CREATE TABLE audit (
         n INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -42,6 +42,8 @@ _SCHEMA = (
     "CREATE INDEX audit_of_tenant ON audit (tenant, n)",
     f"PRAGMA user_version = {VERSION}",
 )
+# From the version before each to it.
+_MIGRATIONS = {2: "ALTER TABLE senders ADD COLUMN pinned INTEGER NOT NULL DEFAULT 0"}
 
 
 class Database:
@@ -135,4 +137,8 @@ def _prepare(connection: sqlite3.Connection) -> None:
             raise StoreError("is a database of something else")
         for statement in _SCHEMA:
             connection.execute(statement)
+    elif version < VERSION:
+        for newer in range(version + 1, VERSION + 1):
+            connection.execute(_MIGRATIONS[newer])
+        connection.execute(f"PRAGMA user_version = {VERSION}")
     connection.execute("COMMIT")

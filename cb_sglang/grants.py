@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from cb_sglang import wire
 from cb_sglang.capacity import CapacitySnapshot, Grant, Policy, ReceiverNeed, grant
@@ -28,9 +29,12 @@ class Grants:
         """What receivers will take whose messages are being made."""
 
     @contextmanager
-    def receivers(self, count: int) -> Iterator[Receivers]:
-        """Count so many receivers in, each until its grant; and what they were granted, until this ends."""
-        mine = Receivers(self, count)
+    def receivers(self, count: int, *, of_one: bool = False) -> Iterator[Receivers]:
+        """Count so many receivers in, each until its grant; and what they were granted, until this ends.
+
+        of_one: all grants are for messages that one receiver reads; it counts once, with the largest of them.
+        """
+        mine = Receivers(self, count, of_one=of_one)
         self.waiting += count
         try:
             yield mine
@@ -55,10 +59,11 @@ class Grants:
 
 
 class Receivers:
-    """Some receivers of one call."""
+    """Some receivers of one call; or one, of several messages."""
 
-    def __init__(self, grants: Grants, waiting: int) -> None:
+    def __init__(self, grants: Grants, waiting: int, *, of_one: bool) -> None:
         self._grants = grants
+        self._of_one = of_one
         self.waiting = waiting
         self.granted_positions = 0
 
@@ -90,7 +95,7 @@ class Receivers:
         while True:
             try:
                 if not elsewhere:
-                    snapshot: CapacitySnapshot | None = await self._grants.snapshot()
+                    snapshot: CapacitySnapshot | None = self._without_own(await self._grants.snapshot())
                 elif described.pool_positions is not None:
                     snapshot = CapacitySnapshot.idle(described.pool_positions, need.context_length)
                 else:
@@ -102,10 +107,18 @@ class Receivers:
                     raise
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue
+            self._count(0 if elsewhere else need.positions(found.granted))
+            return found
+
+    def _without_own(self, snapshot: CapacitySnapshot) -> CapacitySnapshot:
+        """What one receiver holds for its other messages is not in this one's way: its need covers them all."""
+        own = self.granted_positions if self._of_one else 0
+        return replace(snapshot, running_positions=snapshot.running_positions - own)
+
+    def _count(self, positions: int) -> None:
+        if self.waiting:
             self.waiting -= 1
             self._grants.waiting -= 1
-            if not elsewhere:
-                taken = need.positions(found.granted)
-                self.granted_positions += taken
-                self._grants.granted_positions += taken
-            return found
+        more = max(0, positions - self.granted_positions) if self._of_one else positions
+        self.granted_positions += more
+        self._grants.granted_positions += more

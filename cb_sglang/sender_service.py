@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,10 +20,10 @@ from cb_sglang.errors import (
     CapacityError,
     ContextLengthError,
     InvalidRequestError,
-    RateLimitError,
     SenderNotFoundError,
 )
 from cb_sglang.received import received_part
+from cb_sglang.registrations import Registrations
 from cb_sglang.registry import SenderRegistry
 from cb_sglang.runs import Runs, size, union
 from cb_sglang.seam.engine import Context, Engine
@@ -63,7 +62,11 @@ class SenderService:
         self._writer = AuditWriter(database, self._audit)
         self._prefills: SingleFlight[_Ready] = SingleFlight()
         self._registrations: SingleFlight[_Ready] = SingleFlight()
-        self._in_registration: Counter[str] = Counter()
+        self._under_way = Registrations(
+            senders=settings.max_registrations,
+            positions=engine.pool_positions * engine.ranks,
+            tenant_share=settings.senders.tenant_share,
+        )
         self.on_upkeep: Callable[[], None] = lambda: None
         """Called every few seconds."""
         self._seen_cached: dict[str, float] = {}
@@ -138,17 +141,19 @@ class SenderService:
     async def pin(self, tenant: Tenant, sender_id: str) -> wire.Sender:
         """Keep a sender's KV from being evicted: as many leading positions as the cap leaves (``pinned_positions``).
 
-        Raises SenderNotFoundError, EngineError.
+        A flush of the cache or a restart takes the KV all the same; with its next query it is there again, and pinned.
+        Raises SenderNotFoundError, EngineError, StoreError.
         """
         sender = self.registry.get(tenant.name, sender_id)
         await self._pin(sender)
         return self.report(sender)
 
     async def unpin(self, tenant: Tenant, sender_id: str) -> wire.Sender:
-        """Let SGLang evict a sender again. Raises SenderNotFoundError, EngineError."""
+        """Let SGLang evict a sender again. Raises SenderNotFoundError, EngineError, StoreError."""
         sender = self.registry.get(tenant.name, sender_id)
         self.registry.unpin(tenant.name, sender_id)
         await self._unpin(sender)
+        await self._database.run(self._store.pin, sender_id, False)
         return self.report(sender)
 
     async def audit(self, tenant: Tenant, sender_id: str) -> wire.Audit:
@@ -180,6 +185,14 @@ class SenderService:
         if self.engine.found_all(ready.cached, len(sender)):
             return None
         return "restarted" if seen is None else "evicted"
+
+    def missed(self, sender: RegisteredSender, cached: int) -> wire.CacheMiss | None:
+        """Why a query found only ``cached`` positions of a sender that was in the cache a moment before."""
+        if self.engine.found_all(cached, len(sender)):
+            return None
+        # The next one looks again, and renews its pin.
+        self._seen_cached[sender.id] = -math.inf
+        return "evicted"
 
     def namespace(self, tenant: str) -> str | None:
         """The tenant's radix namespace (cb_sglang/tenants.py)."""
@@ -294,34 +307,17 @@ class SenderService:
         await self._expire()
         sender = await asyncio.to_thread(self.registry.make, tenant.name, self.engine.fingerprint, content)
         self.registry.check_room(sender)
-        with self._registering(tenant.name):
-            ready = await self._registrations.run(sender.id, lambda: self._enter(sender, request.ttl))
+        ready = await self._registrations.run(sender.id, lambda: self._enter(sender, request.ttl))
         # Of several callers at once one has entered it; each gets the lease it asked for, where that is longer.
         self.registry.add(ready.sender, request.ttl)
         if isinstance(request, wire.SenderRequest) and request.pin:
             await self._pin(ready.sender)
         return self.report(ready.sender, ready.cached)
 
-    @contextmanager
-    def _registering(self, tenant: str) -> Iterator[None]:
-        """Count one registration in. Raises CapacityError, RateLimitError."""
-        most = self.settings.max_registrations
-        own = max(1, int(most * self.settings.senders.tenant_share))
-        if self._in_registration.total() >= most:
-            raise CapacityError(f"{most} senders are being registered, the most at once; try again later")
-        if self._in_registration[tenant] >= own:
-            raise RateLimitError(f"{own} senders of this tenant are being registered, its share; wait for one of them")
-        self._in_registration[tenant] += 1
-        try:
-            yield
-        finally:
-            self._in_registration[tenant] -= 1
-            if not self._in_registration[tenant]:
-                del self._in_registration[tenant]
-
     async def _enter(self, sender: RegisteredSender, ttl: float | None) -> _Ready:
         """Prefill, admit and write down. Where writing fails, nothing is left of a sender that was not there before."""
-        ready = await self._prefilled(sender)
+        with self._under_way.counted(sender):
+            ready = await self._prefilled(sender)
         known = self.registry.holds(sender.tenant, sender.id)
         lease = self.registry.add(ready.sender, ttl)
         try:
@@ -347,30 +343,40 @@ class SenderService:
 
     async def _pin(self, sender: RegisteredSender) -> None:
         granted = self.registry.pin(sender.tenant, sender.id).pinned_positions
-        whole = self.context(sender)
-        rows = None if whole.rows is None else whole.rows.before(granted)
         try:
             if granted:
-                self._locked.add(sender.id)
-                await self.engine.pin(replace(whole, input_ids=whole.input_ids[:granted], rows=rows), sender.id)
+                await self._hold(sender, granted)
             else:
                 await self._unpin(sender)
+            await self._database.run(self._store.pin, sender.id, granted > 0)
         except BaseException:
-            if self._is_pinned(sender):
+            if self._pinned(sender):
                 self.registry.unpin(sender.tenant, sender.id)
-            # Also when the caller has left: the engine may have come as far as the lock.
-            self._letting_go.add(task := asyncio.create_task(self._unpin(sender)))
-            task.add_done_callback(self._let_go)
+                self._let_go_of(sender)
             raise
-        # Deleted, expired or unpinned meanwhile: the engine may have been told so before it came to the lock.
-        if granted and not self._is_pinned(sender):
-            await self._unpin(sender)
 
-    def _is_pinned(self, sender: RegisteredSender) -> bool:
+    async def _hold(self, sender: RegisteredSender, positions: int) -> None:
+        """Have the engine keep the leading positions; again, where it has let go of them."""
+        whole = self.context(sender)
+        rows = None if whole.rows is None else whole.rows.before(positions)
+        self._locked.add(sender.id)
         try:
-            return self.registry.pinned_positions(sender.tenant, sender.id) > 0
+            await self.engine.pin(replace(whole, input_ids=whole.input_ids[:positions], rows=rows), sender.id)
+        finally:
+            # Deleted, expired or unpinned meanwhile: the engine may have been told so before it came to the lock.
+            if not self._pinned(sender):
+                self._let_go_of(sender)
+
+    def _pinned(self, sender: RegisteredSender) -> int:
+        try:
+            return self.registry.pinned_positions(sender.tenant, sender.id)
         except SenderNotFoundError:
-            return False
+            return 0
+
+    def _let_go_of(self, sender: RegisteredSender) -> None:
+        """Unpin on a task of its own: the caller may have left."""
+        self._letting_go.add(task := asyncio.create_task(self._unpin(sender)))
+        task.add_done_callback(self._let_go)
 
     def _let_go(self, task: asyncio.Task[None]) -> None:
         self._letting_go.discard(task)
@@ -391,6 +397,9 @@ class SenderService:
             before = replace(whole, input_ids=whole.input_ids[: len(sender) - sender.latent])
             sender = sender.with_latent_rows(await self.engine.latent_rows(before, sender.latent))
         cached = await self.engine.prefill(self.context(sender))
+        if pinned := self._pinned(sender):
+            # A flush of the cache or a restart has taken the pin with the KV, and nothing tells so.
+            await self._hold(sender, pinned)
         self._seen_cached[sender.id] = time.monotonic()
         if len(self._seen_cached) > 2 * self.settings.senders.total.senders:
             del self._seen_cached[next(iter(self._seen_cached))]
@@ -411,6 +420,8 @@ class SenderService:
         for stored in await self._database.run(self._store.load, time.time()):
             try:
                 self.registry.restore(stored.sender, stored.lease)
+                if stored.pinned:
+                    self.registry.pin(stored.sender.tenant, stored.sender.id)
             except CacheBackError as error:
                 logger.error("sender %s of the store is not served: %s", stored.sender.id, error)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncGenerator, Collection
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from dataclasses import replace
 
 from cb_kernels import selectors
@@ -55,15 +55,22 @@ class MessageService:
         return cls(engine, settings, await SenderService.start(engine, settings, secret))
 
     def messages(
-        self, tenant: Tenant, sender_id: str, request: wire.MessagesRequest, *, one_of: Collection[str] = ()
+        self,
+        tenant: Tenant,
+        sender_id: str,
+        request: wire.MessagesRequest,
+        *,
+        one_of: Collection[str] = (),
+        receivers: Receivers | None = None,
     ) -> AsyncGenerator[Made, None]:
         """One message a query, as they finish (``index`` tells which). Raises SenderNotFoundError at once.
 
-        one_of: the senders of a call of several, whose messages ``exclude`` may name besides this one's.
+        one_of:    the senders of a call of several, whose messages ``exclude`` may name besides this one's.
+        receivers: for whom the messages are, where the caller has counted them in.
 
         Iterating raises what is wrong with a query, CapacityError, RateLimitError, EngineError, StoreError.
         """
-        return self._messages(self.senders.registry.get(tenant.name, sender_id), request, one_of)
+        return self._messages(self.senders.registry.get(tenant.name, sender_id), request, one_of, receivers)
 
     async def transfers(self, tenant: Tenant, request: wire.TransfersRequest) -> AsyncGenerator[wire.Transfer, None]:
         """One message for every sender and query, as they finish; an error stands for its pair alone."""
@@ -93,10 +100,11 @@ class MessageService:
         receiver = receiver.model_copy(update={"senders": max(receiver.senders, len(senders))})
         request = _one_query(wanted, query).model_copy(update={"receiver": receiver})
         made: dict[str, Made] = {}
-        sources = merge(*(self.messages(tenant, name, request, one_of=senders) for name in senders))
-        async with aclosing(sources):
-            async for each in sources:
-                made[each.message.sender] = each
+        with self.grants.receivers(1, of_one=True) as one:
+            sources = merge(*(self.messages(tenant, name, request, one_of=senders, receivers=one) for name in senders))
+            async with aclosing(sources):
+                async for each in sources:
+                    made[each.message.sender] = each
         ordered = [made[name] for name in senders]
         return [_block(each) for each in ordered], [each.message.id for each in ordered]
 
@@ -135,7 +143,11 @@ class MessageService:
     # --- one call over one sender
 
     async def _messages(
-        self, sender: RegisteredSender, request: wire.MessagesRequest, one_of: Collection[str]
+        self,
+        sender: RegisteredSender,
+        request: wire.MessagesRequest,
+        one_of: Collection[str],
+        counted: Receivers | None,
     ) -> AsyncGenerator[Made, None]:
         started, now = time.perf_counter(), time.monotonic()
         if self.engine.stopping:
@@ -154,7 +166,7 @@ class MessageService:
             for index in range(len(request.queries))
         ]
         seconds = self.settings.admission.default_deadline if request.deadline is None else request.deadline
-        with self.grants.receivers(len(plans)) as receivers:
+        with nullcontext(counted) if counted else self.grants.receivers(len(plans)) as receivers:
             groups = self._groups(sender, [plan for plan in plans if plan.needs_engine])
             groups += [[plan] for plan in plans if not plan.needs_engine]
             outcomes = merge(*(self._answered(sender, group, request, receivers, now + seconds) for group in groups))
@@ -213,8 +225,8 @@ class MessageService:
                 context = self.senders.context(sender)
                 async with aclosing(self.engine.score([plan.request(sender, context) for plan in granted])) as batch:
                     async for scored in batch:
-                        plan = granted[scored.index]
-                        yield plan, replace(scored, index=plan.index), grants[scored.index], miss, queued
+                        plan, lost = granted[scored.index], self.senders.missed(sender, scored.cached_positions)
+                        yield plan, replace(scored, index=plan.index), grants[scored.index], miss or lost, queued
             else:
                 yield granted[0], await self._selected(sender, granted[0]), grants[0], miss, queued
 

@@ -33,6 +33,7 @@ _ROW_OVERHEAD = 1_024
 class StoredSender:
     sender: RegisteredSender
     lease: Lease
+    pinned: bool = False
 
 
 class SenderStore:
@@ -82,6 +83,11 @@ class SenderStore:
                 ((lease.ttl, lease.expires, sender_id) for sender_id, lease in leases.items()),
             )
 
+    def pin(self, sender_id: str, pinned: bool) -> None:
+        """Write whether a sender is to be pinned; one that is not in the file is passed over."""
+        with self._database.transaction() as db:
+            db.execute("UPDATE senders SET pinned = ? WHERE id = ?", (int(pinned), sender_id))
+
     def remove(self, sender_ids: Iterable[str]) -> None:
         """Delete these senders, and overwrite what the file held of them."""
         with self._database.transaction() as db:
@@ -99,7 +105,7 @@ class SenderStore:
             own = db.execute("SELECT rowid FROM senders WHERE model = ? ORDER BY created, rowid", (self._model,))
             for (rowid,) in own.fetchall():
                 try:
-                    row = db.execute(f"SELECT {_COLUMNS}, ttl, expires FROM senders WHERE rowid = ?", (rowid,))
+                    row = db.execute(f"SELECT {_COLUMNS}, ttl, expires, pinned FROM senders WHERE rowid = ?", (rowid,))
                     loaded[rowid] = _stored(row.fetchone())
                 except (InvalidRequestError, sqlite3.Error) as damage:
                     logger.error("the sender in row %d of the store is damaged and left out: %s", rowid, damage)
@@ -144,7 +150,7 @@ def _row(sender: RegisteredSender, model: str) -> tuple[Any, ...]:
 
 def _stored(row: tuple[Any, ...]) -> StoredSender:
     """Raises InvalidRequestError for a row that is not as it was written."""
-    *columns, ttl, expires = row
+    *columns, ttl, expires, pinned = row
     sender_id, tenant, _, fingerprint, created, inherited, latent, private, parent, *of_rows, ids = checked(columns)
     dtype, hidden, positions, data = of_rows
     sender = RegisteredSender(
@@ -159,4 +165,4 @@ def _stored(row: tuple[Any, ...]) -> StoredSender:
         parent=parent,
         created=created,
     )
-    return StoredSender(sender, Lease(ttl, expires))
+    return StoredSender(sender, Lease(ttl, expires), bool(pinned))

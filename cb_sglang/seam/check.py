@@ -86,6 +86,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "stream",
         "extra_key",
         "positional_embed_overrides",
+        "priority",
     ),
     "managers.embed_types.PositionalEmbeds": ("embeds", "positions"),
 }

@@ -80,6 +80,7 @@ class Engine:
         self._manager = tokenizer_manager
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cacheback-tokenizer")
         self._fingerprint = "", ""  # of which weight version
+        self._priority = _priority(tokenizer_manager.server_args)
         config = tokenizer_manager.model_config
         self.max_input = min(max_input, pool_positions - 1)
         """Longest request in positions, sender and query together."""
@@ -245,6 +246,7 @@ class Engine:
             extra_key=[c.namespace or "" for c in contexts] if any(c.namespace for c in contexts) else None,
             positional_embed_overrides=[overrides(c.rows) for c in contexts] if any(c.rows for c in contexts) else None,
             routed_dp_rank=contexts[0].rank,
+            priority=self._priority,
             stream=True,
         )
         outputs = self._manager.generate_request(request)
@@ -255,6 +257,14 @@ class Engine:
             raise EngineError(f"SGLang refused the request: {getattr(error, 'detail', None) or error}") from error
         finally:
             await outputs.aclose()
+
+
+def _priority(server_args: Any) -> int | None:
+    """What keeps senders in the cache longer than requests without a priority, where the operator has chosen so
+    (--radix-eviction-policy priority). None where it would also decide who is served first."""
+    by_priority = server_args.radix_eviction_policy == "priority"
+    taken = server_args.enable_priority_scheduling or server_args.abort_on_priority_when_disabled
+    return 1 if by_priority and not taken else None
 
 
 def overrides(rows: Rows | None) -> Any:

@@ -69,13 +69,15 @@ def rows(*numbers: float) -> Rows:
 class RecordingEngine:
     """Scores by ``score_of``; the embedding of token n is n in every place, and latent rows are -1, -2, ...
 
-    ``hold`` stops its work until set, ``fail`` makes it fail. ``used`` positions of its pool are taken.
+    ``hold`` stops its work until set, ``fail`` makes it fail. ``used`` positions of its pool are taken. Queries find
+    ``cached`` positions of their sender, None being all.
     """
 
     max_input: int = 150
     pool_positions: int = 10_000
     context_length: int = 2_000
     used: int = 0
+    cached: int | None = None
     vocab_size: int = VOCABULARY
     hidden_size: int = HIDDEN
     row_dtype: RowDtype = "float32"
@@ -151,7 +153,8 @@ class RecordingEngine:
                 kept = keep_positions_reference(
                     scores, spec.budget, positions_of(spec.protected_runs), positions_of(spec.excluded_runs), SPAN
                 )
-                yield Scored(index, kept, span_means(scores) if spec.want_scores else None, spec.sender_len, 0.25)
+                cached = spec.sender_len if self.cached is None else self.cached
+                yield Scored(index, kept, span_means(scores) if spec.want_scores else None, cached, 0.25)
         finally:
             self.closed += 1
 

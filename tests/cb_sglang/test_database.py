@@ -52,7 +52,7 @@ def test_a_newer_format_is_refused_and_left_alone(tmp_path: Path) -> None:
     with closing(sqlite3.connect(path)) as other:
         other.execute(f"PRAGMA user_version = {database.VERSION + 1}")
     before = path.read_bytes()
-    with pytest.raises(StoreError, match=r"senders\.db was written by a newer cb-sglang \(format 2"):
+    with pytest.raises(StoreError, match=r"senders\.db was written by a newer cb-sglang \(format 3"):
         Database(path)
     assert path.read_bytes() == before
 

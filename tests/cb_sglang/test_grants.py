@@ -158,3 +158,20 @@ def test_a_cancelled_wait_is_not_counted(run: Any) -> None:
         await asyncio.gather(waiting, return_exceptions=True)
 
     run(test)
+
+
+def test_messages_of_one_receiver_count_once(run: Any) -> None:
+    async def test(engine: RecordingEngine, grants: Grants) -> None:
+        described = wire.Receiver(prompt_positions=100, reserved_output=50, senders=3, context_length=None)
+        with grants.receivers(1, of_one=True) as fan_in:
+            assert grants.waiting == 1
+            for asked, counted in ((50, 300), (140, 570), (90, 570)):
+                assert (await grant(fan_in, asked, described=described)).granted == asked
+                assert (grants.waiting, grants.granted_positions) == (0, counted)
+            with grants.receivers(1) as other:
+                assert (await grant(other, 900)).granted == 430
+            # What the other one holds is in its way, what it holds itself is not.
+            assert (await grant(fan_in, 140, described=described)).granted == 140
+            assert grants.granted_positions == 570
+
+    run(test)

@@ -131,10 +131,12 @@ def test_registrations_under_way_are_bounded() -> None:
         engine.hold = asyncio.Event()
         first = asyncio.create_task(registered(service))
         await settle()
-        with pytest.raises(CapacityError, match="1 senders are being registered"):
+        with pytest.raises(CapacityError, match="1 senders of 100 positions are being registered"):
             await registered(service, [1, 2, 3])
+        again = asyncio.create_task(registered(service))
+        await settle()
         engine.hold.set()
-        await first
+        assert await first == await again
         await registered(service, [1, 2, 3])
 
     run(test, max_registrations=1)
@@ -413,5 +415,43 @@ def test_the_ranks_of_one_content_are_one() -> None:
         await ask(service, sender, "a", "b")
         used = [*engine.prefills, *(context for context, _ in engine.scored)]
         assert len({context.rank for context in used}) == 1 and used[0].rank in range(3)
+
+    run(test)
+
+
+def test_a_pin_comes_back_after_a_flush_and_after_a_restart(tmp_path: Path) -> None:
+    async def before(engine: RecordingEngine, service: MessageService) -> None:
+        sender, loose = await registered(service, pin=True), await registered(service, [1, 2, 3], pin=True)
+        await service.senders.unpin(ALICE, loose)
+        assert list(engine.pinned) == [sender]
+        engine.pinned.clear()
+        service.senders._seen_cached.clear()  # as after a second
+        await ask(service, sender, [5], budget=10)
+        assert list(engine.pinned) == [sender]
+
+    async def after(engine: RecordingEngine, service: MessageService) -> None:
+        pinned, loose = service.senders.all(ALICE)
+        assert (pinned.pinned_positions, loose.pinned_positions) == (100, 0) and engine.pinned == {}
+        for sender in (loose, pinned):
+            await ask(service, sender.id, [5], budget=2)
+        assert list(engine.pinned) == [pinned.id]
+
+    run(before, data_dir=tmp_path)
+    run(after, data_dir=tmp_path)
+
+
+def test_a_query_that_misses_looks_again() -> None:
+    """What was in the cache a moment before may have been flushed since."""
+
+    async def test(engine: RecordingEngine, service: MessageService) -> None:
+        sender = await registered(service, pin=True)
+        assert (await ask(service, sender, [5], budget=10))[0].cache_miss is None
+        engine.pinned.clear()
+        engine.cached = 7
+        assert (await ask(service, sender, [5], budget=10))[0].cache_miss == "evicted"
+        assert engine.pinned == {}
+        engine.cached = None
+        assert (await ask(service, sender, [5], budget=10))[0].cache_miss == "evicted"
+        assert list(engine.pinned) == [sender]
 
     run(test)

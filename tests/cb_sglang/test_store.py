@@ -88,6 +88,29 @@ def test_renewals(database: Database) -> None:
     assert [found.lease for found in senders.load(0.0)] == [Lease(5.0, 50.0), Lease(5.0, 5.0)]
 
 
+def test_pins_come_back(database: Database, path: Path) -> None:
+    senders = store(database)
+    one, other = sender(input_ids=[1]), sender(input_ids=[2], created=2.0)
+    for each in (one, other):
+        senders.save(each, FOREVER)
+        senders.pin(each.id, True)
+    senders.pin(other.id, False)
+    senders.pin("snd_gone", True)
+    senders.save(one, Lease(5.0, 5.0))  # registered again
+    assert [(found.sender, found.pinned) for found in reopened(database, path)] == [(one, True), (other, False)]
+
+
+def test_a_file_of_version_1_is_taken_over(database: Database, path: Path) -> None:
+    store(database).save(full_sender(), Lease(5.0, 5.0))
+    database.close()
+    with closing(sqlite3.connect(path)) as other:
+        other.execute("ALTER TABLE senders DROP COLUMN pinned")
+        other.execute("PRAGMA user_version = 1")
+        other.commit()
+    for _ in range(2):
+        assert reopened(database, path) == [StoredSender(full_sender(), Lease(5.0, 5.0))]
+
+
 def test_expired_ones_are_deleted(database: Database) -> None:
     senders = store(database)
     kept = sender(input_ids=[2])

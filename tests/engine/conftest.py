@@ -34,7 +34,13 @@ SETUPS = {
     "small": Setup(tiny_models.write_qwen3, {"chunked_prefill_size": 64, "max_total_tokens": 3000}),
     "paged": Setup(
         tiny_models.write_qwen3,
-        {"chunked_prefill_size": 256, "max_total_tokens": 8192, "page_size": 16, "enable_mixed_chunk": True},
+        {
+            "chunked_prefill_size": 256,
+            "max_total_tokens": 8192,
+            "page_size": 16,
+            "enable_mixed_chunk": True,
+            "radix_eviction_policy": "priority",
+        },
     ),
     "hybrid": Setup(tiny_models.write_gemma3, {"chunked_prefill_size": 128, "max_total_tokens": 8192}),
     # SGLang has short convolutions as Triton kernels only, which are slow in the interpreter. Their state is bfloat16

@@ -129,3 +129,21 @@ def test_a_pinned_sender_outlives_what_evicts_the_others(engine: EngineClient) -
     assert cached == {"pinned": 399, "loose": 0}
     engine.ours("unpin", "p")
     assert engine.until(lambda c: c["protected"] == 0)
+
+
+@on_engines("paged")
+def test_senders_are_evicted_after_everything_else_and_before_pins(engine: EngineClient) -> None:
+    first, second, pinned = (Context(list(tokens(1_600, 20 + n))) for n in range(3))
+    engine.ours("pin", pinned, "p")
+    engine.ours("prefill", first)
+    engine.ours("prefill", second)
+    for seed in range(8):
+        engine.prefill(tokens(800, 200 + seed))
+    assert [engine.ours("prefill", context) for context in (second, first)] == [1_584, 1_584]
+    # Among themselves, the one that was not asked for longest goes first.
+    for seed in range(3):
+        engine.ours("prefill", Context(list(tokens(1_600, 300 + seed))))
+    cached = [engine.ours("prefill", context) for context in (pinned, first, second)]
+    assert cached[:2] == [1_584, 1_584] and cached[2] < 800
+    engine.ours("unpin", "p")
+    assert engine.until(lambda c: c["protected"] == 0)
