@@ -96,7 +96,6 @@ class AdmissionState:
     running: Load
     queued: Load
     tenants: dict[str, TenantLoad]
-    closed: bool
 
     @property
     def receivers(self) -> int:
@@ -160,9 +159,6 @@ class Admission:
         self._tenants: dict[str, TenantLoad] = {}
         self._throughput = Throughput()
         self._counted_until = clock()
-        self._closed = False
-        self._empty = asyncio.Event()
-        self._empty.set()
 
     @asynccontextmanager
     async def admit(
@@ -194,14 +190,13 @@ class Admission:
         The caller must ``leave`` in the end, whether it ran or not.
 
         Raises RateLimitError (429) when it would have to wait and its tenant holds its share already; CapacityError
-        (503) when it would have to wait and the queue is full, or after ``close``. Both say when to come back.
+        (503) when it would have to wait and the queue is full. Both say when to come back.
         """
         ticket = Ticket(tenant, sender, rows, positions, on_start, self._clock())
         self._check(ticket)
         self._queue.push(ticket)
         self._queued.add(ticket)
         self._tenants.setdefault(tenant, TenantLoad()).queued.add(ticket)
-        self._empty.clear()
         self._start_next()
         return ticket
 
@@ -212,11 +207,6 @@ class Admission:
     def _check(self, ticket: Ticket) -> None:
         if ticket.rows < 1 or ticket.positions < 1:
             raise InvalidRequestError(f"a query needs rows and positions, not {ticket.rows} and {ticket.positions}")
-        if self._closed:
-            raise CapacityError(
-                "the server is shutting down; send the request to another one, or again later",
-                retry_after=self._throughput.retry_after(self._running.work + self._queued.work),
-            )
         if self._queued.requests or not self._can_start(ticket):
             self._check_may_wait(ticket)
 
@@ -241,8 +231,6 @@ class Admission:
         if not load.requests:
             del self._tenants[ticket.tenant]
         self._start_next()
-        if not self._tenants:
-            self._empty.set()
 
     def snapshot(self) -> AdmissionState:
         """The load now; a copy."""
@@ -252,21 +240,7 @@ class Admission:
             tenants={
                 name: TenantLoad(replace(load.running), replace(load.queued)) for name, load in self._tenants.items()
             },
-            closed=self._closed,
         )
-
-    def close(self) -> None:
-        """Refuse new requests; those that were admitted to the queue are still served."""
-        self._closed = True
-
-    async def drained(self, timeout: float) -> bool:
-        """Wait until nothing runs or waits; False when that takes longer than ``timeout`` seconds."""
-        try:
-            async with asyncio.timeout(timeout):
-                await self._empty.wait()
-        except TimeoutError:
-            return False
-        return True
 
     async def _turn(self, ticket: Ticket, started: asyncio.Event, seconds: float) -> None:
         if ticket.running:

@@ -49,9 +49,9 @@ async def new_content(engine: Engine, request: wire.SenderRequest | wire.ExtendR
     field = request.given[0]
     try:
         if request.prompt is not None:
-            ids, runs = await engine.tokenizing(_from_prompt, tokenizer, request.prompt, request.private, leads)
+            ids, runs = await engine.tokenizing_long(_from_prompt, tokenizer, request.prompt, request.private, leads)
         else:
-            ids, runs = await engine.tokenizing(_from_turns, tokenizer, request.messages, request.private, leads)
+            ids, runs = await engine.tokenizing_long(_from_turns, tokenizer, request.messages, request.private, leads)
     except CacheBackError as error:
         error.param = error.param or field
         raise

@@ -4,68 +4,119 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from cb_sglang import wire
 from cb_sglang.capacity import CapacitySnapshot, Grant, Policy, ReceiverNeed, grant
-from cb_sglang.errors import CapacityError
-from cb_sglang.registry import SenderRegistry
+from cb_sglang.errors import CapacityError, RateLimitError
 from cb_sglang.seam.engine import Engine
 
 _RETRY_SECONDS = 0.1
 
 
 class Grants:
-    """For one event loop."""
+    """For one event loop.
 
-    def __init__(self, engine: Engine, registry: SenderRegistry) -> None:
+    pins_to_come: pinned positions that the engine does not hold yet.
+    max_waiting:  grants that may wait for room in the pool at once.
+    tenant_share: the part of the pool, and of those places, that one tenant may hold, in (0, 1].
+    """
+
+    def __init__(
+        self, engine: Engine, *, pins_to_come: Callable[[], int], max_waiting: int, tenant_share: float
+    ) -> None:
         self.engine = engine
-        self._registry = registry
-        self.waiting = 0
+        self._pins_to_come, self._max_waiting, self._share = pins_to_come, max_waiting, tenant_share
+        self._waiting: Counter[str] = Counter()
+        self._granted: Counter[str] = Counter()
+        self._queued: Counter[str] = Counter()
+        """Grants that wait for room in the pool."""
+
+    @property
+    def waiting(self) -> int:
         """Receivers whose messages have no grant yet."""
-        self.granted_positions = 0
+        return self._waiting.total()
+
+    @property
+    def granted_positions(self) -> int:
         """What receivers will take whose messages are being made."""
+        return self._granted.total()
 
     @contextmanager
-    def receivers(self, count: int, *, of_one: bool = False) -> Iterator[Receivers]:
+    def receivers(self, tenant: str, count: int, *, of_one: bool = False) -> Iterator[Receivers]:
         """Count so many receivers in, each until its grant; and what they were granted, until this ends.
 
         of_one: all grants are for messages that one receiver reads; it counts once, with the largest of them.
         """
-        mine = Receivers(self, count, of_one=of_one)
-        self.waiting += count
+        mine = Receivers(self, tenant, of_one=of_one)
+        mine.count(waiting=count)
         try:
             yield mine
         finally:
-            self.waiting -= mine.waiting
-            self.granted_positions -= mine.granted_positions
+            mine.count(waiting=-mine.waiting, granted=-mine.granted_positions)
 
-    async def snapshot(self, more: int = 0) -> CapacitySnapshot:
-        """This server's engine now, with ``more`` receivers waiting than there are."""
+    async def snapshot(self, tenant: str, asking: Receivers | None = None, *, more: int = 0) -> CapacitySnapshot:
+        """What of this server's engine is open to a tenant now, with ``more`` receivers waiting than there are.
+
+        What one receiver (``asking``) holds for its other messages is not in this one's way: its need covers them all.
+        """
         load = await self.engine.load()
-        pinned = self._registry.usage().pinned_positions
+        own = asking.granted_positions if asking is not None and asking.of_one else 0
         free = max(0, load.pool_positions - load.used_positions)
-        return CapacitySnapshot(
+        whole = CapacitySnapshot(
             pool_positions=load.pool_positions,
             free_positions=free,
             evictable_positions=0,  # SGLang counts what it may evict as unused
-            pinned_positions=min(pinned, free),
-            running_positions=self.granted_positions,
+            pinned_positions=min(self._pins_to_come(), free),
+            running_positions=self.granted_positions - own,
             context_length=self.engine.context_length,
             receivers=max(1, self.waiting + more),
         )
+        if self._share >= 1.0:
+            return whole
+        most = max(1, int(self._share * whole.pool_positions))
+        return replace(
+            whole,
+            pool_positions=most,
+            free_positions=min(whole.usable_positions, max(0, most - self._granted[tenant] + own)),
+            pinned_positions=0,
+            running_positions=0,
+            # Its receivers share its room among themselves.
+            receivers=max(1, self._waiting[tenant] + more),
+        )
+
+    def count(self, tenant: str, waiting: int, granted: int) -> None:
+        """Add to what is counted; by ``Receivers``."""
+        _add(self._waiting, tenant, waiting)
+        _add(self._granted, tenant, granted)
+
+    @contextmanager
+    def queued(self, tenant: str) -> Iterator[None]:
+        """A place among those who wait for room. Raises CapacityError, RateLimitError where there are too many.
+
+        There is no order: a small one need not wait behind one that is too large for now.
+        """
+        own, most = self._queued[tenant], max(1, int(self._share * self._max_waiting))
+        if self._share < 1.0 and own >= most:
+            raise RateLimitError(f"{own} messages of this tenant wait for room in the KV pool, its share")
+        if self._queued.total() >= self._max_waiting:
+            raise CapacityError(f"{self._max_waiting} messages wait for room in the KV pool, the most; try again later")
+        _add(self._queued, tenant, 1)
+        try:
+            yield
+        finally:
+            _add(self._queued, tenant, -1)
 
 
 class Receivers:
     """Some receivers of one call; or one, of several messages."""
 
-    def __init__(self, grants: Grants, waiting: int, *, of_one: bool) -> None:
-        self._grants = grants
-        self._of_one = of_one
-        self.waiting = waiting
-        self.granted_positions = 0
+    def __init__(self, grants: Grants, tenant: str, *, of_one: bool) -> None:
+        self._grants, self._tenant, self.of_one = grants, tenant, of_one
+        self.waiting = self.granted_positions = 0
 
     async def grant(
         self,
@@ -80,10 +131,9 @@ class Receivers:
         """The grant of one of them. Where the pool has no room now, waits for it until ``deadline`` (monotonic).
 
         Raises what cb_sglang.capacity.grant raises; CapacityError at once where only this call's own
-        receivers are in the way.
+        receivers are in the way, or too many wait.
         """
         described = described or wire.Receiver()
-        elsewhere = described.context_length is not None or described.pool_positions is not None
         need = ReceiverNeed(
             context_length=described.context_length or self._grants.engine.context_length,
             prompt_positions=described.prompt_positions,
@@ -92,33 +142,44 @@ class Receivers:
             concurrent=described.concurrent,
         )
         least = min(asked, max(minimum, min_budget or 1))
-        while True:
-            try:
-                if not elsewhere:
-                    snapshot: CapacitySnapshot | None = self._without_own(await self._grants.snapshot())
-                elif described.pool_positions is not None:
-                    snapshot = CapacitySnapshot.idle(described.pool_positions, need.context_length)
-                else:
-                    snapshot = None
-                found = grant(asked, minimum=least, policy=policy, snapshot=snapshot, receiver=need)
-            except CapacityError:
-                # What this call holds already is let go with its messages, all of them together.
-                if self.granted_positions or time.monotonic() + _RETRY_SECONDS > deadline:
-                    raise
-                await asyncio.sleep(_RETRY_SECONDS)
-                continue
-            self._count(0 if elsewhere else need.positions(found.granted))
+        if described.context_length is not None or described.pool_positions is not None:
+            pool, snapshot = described.pool_positions, None
+            if pool is not None:
+                snapshot = CapacitySnapshot.idle(pool, need.context_length)
+            found = grant(asked, minimum=least, policy=policy, snapshot=snapshot, receiver=need)
+            self._granted(0)
             return found
+        in_queue = False
+        with ExitStack() as queued:
+            while True:
+                snapshot = await self._grants.snapshot(self._tenant, self)
+                try:
+                    found = grant(asked, minimum=least, policy=policy, snapshot=snapshot, receiver=need)
+                    break
+                except CapacityError:
+                    # What this call holds already is let go with its messages, all of them together.
+                    if self.granted_positions or time.monotonic() + _RETRY_SECONDS > deadline:
+                        raise
+                if not in_queue:
+                    queued.enter_context(self._grants.queued(self._tenant))
+                    in_queue = True
+                await asyncio.sleep(_RETRY_SECONDS)
+        self._granted(need.positions(found.granted))
+        return found
 
-    def _without_own(self, snapshot: CapacitySnapshot) -> CapacitySnapshot:
-        """What one receiver holds for its other messages is not in this one's way: its need covers them all."""
-        own = self.granted_positions if self._of_one else 0
-        return replace(snapshot, running_positions=snapshot.running_positions - own)
+    def count(self, *, waiting: int = 0, granted: int = 0) -> None:
+        """Add to what is counted, here and in all."""
+        self.waiting += waiting
+        self.granted_positions += granted
+        self._grants.count(self._tenant, waiting, granted)
 
-    def _count(self, positions: int) -> None:
-        if self.waiting:
-            self.waiting -= 1
-            self._grants.waiting -= 1
-        more = max(0, positions - self.granted_positions) if self._of_one else positions
-        self.granted_positions += more
-        self._grants.granted_positions += more
+    def _granted(self, positions: int) -> None:
+        more = max(0, positions - self.granted_positions) if self.of_one else positions
+        self.count(waiting=-1 if self.waiting else 0, granted=more)
+
+
+def _add(counter: Counter[str], tenant: str, change: int) -> None:
+    """Tenants that hold nothing are not kept."""
+    counter[tenant] += change
+    if not counter[tenant]:
+        del counter[tenant]

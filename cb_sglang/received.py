@@ -20,11 +20,11 @@ async def received_part(engine: Engine, message: wire.ReceivedMessage, where: st
         if message.encoding == "text":
             assert message.text is not None
             tokenizer = engine.tokenizer
-            ids = await engine.tokenizing(_plain_ids, tokenizer, message.text)
+            ids = await engine.tokenizing_long(_plain_ids, tokenizer, message.text)
             if not ids:
                 raise InvalidRequestError("the message's text is empty")
             return Part(ids)
-        payload = None if message.payload is None else await engine.tokenizing(from_base64, message.payload)
+        payload = None if message.payload is None else await engine.tokenizing_long(from_base64, message.payload)
         _check_origin(engine, message if payload is None else payload)
         if payload is None or message.encoding == "token_ids":
             assert message.token_ids is not None

@@ -205,6 +205,13 @@ class SenderRegistry:
         """Forget a sender, and its pin. Raises SenderNotFoundError."""
         self._drop(self._found(tenant, sender_id))
 
+    def discard(self, tenant: str, sender_id: str) -> bool:
+        """Forget a sender, its lease over or not. Whether it was there."""
+        entry = self._entry(tenant, sender_id)
+        if entry is not None:
+            self._drop(entry)
+        return entry is not None
+
     def expire(self, now: float | None = None) -> list[RegisteredSender]:
         """Drop every sender whose lease is over, and its pin; returns them, for their locks and rows to be freed."""
         moment = self._clock() if now is None else now

@@ -63,7 +63,7 @@ class SenderMeasurements:
 
     async def span_texts(self, sender: RegisteredSender) -> list[str]:
         """The text of each 16-position span, for the text baseline."""
-        return await self._engine.tokenizing(_span_texts, self._engine, sender)
+        return await self._engine.tokenizing_long(_span_texts, self._engine, sender)
 
     def forget(self, sender_id: str) -> None:
         """Drop what is kept of a sender."""

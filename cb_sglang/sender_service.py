@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,6 @@ from cb_sglang.content import Part, concatenated, new_content
 from cb_sglang.database import Database
 from cb_sglang.errors import (
     CacheBackError,
-    CapacityError,
     ContextLengthError,
     InvalidRequestError,
     SenderNotFoundError,
@@ -27,6 +27,7 @@ from cb_sglang.registrations import Registrations
 from cb_sglang.registry import SenderRegistry
 from cb_sglang.runs import Runs, size, union
 from cb_sglang.seam.engine import Context, Engine
+from cb_sglang.sender_pins import SenderPins
 from cb_sglang.senders import RegisteredSender, SenderContent
 from cb_sglang.settings import Settings
 from cb_sglang.single_flight import SingleFlight
@@ -58,12 +59,12 @@ class SenderService:
         self._secret = secret
         self._database = database
         self._store = SenderStore(database, model_fingerprint=engine.fingerprint)
-        self._audit = AuditLog(database, total=settings.max_audit)
+        self._audit = AuditLog(database, total=settings.max_audit, tenant_share=settings.senders.tenant_share)
         self._writer = AuditWriter(database, self._audit)
         self._prefills: SingleFlight[_Ready] = SingleFlight()
         self._registrations: SingleFlight[_Ready] = SingleFlight()
         self._under_way = Registrations(
-            senders=settings.max_registrations,
+            calls=settings.max_registrations,
             positions=engine.pool_positions * engine.ranks,
             tenant_share=settings.senders.tenant_share,
         )
@@ -71,9 +72,9 @@ class SenderService:
         """Called every few seconds."""
         self._seen_cached: dict[str, float] = {}
         """When senders were last known to be in the cache (monotonic seconds)."""
-        self._locked: set[str] = set()
-        """Senders that the engine holds in its cache."""
-        self._letting_go: set[asyncio.Task[None]] = set()
+        self._to_rebuild: set[str] = set()
+        """Senders that are not in the cache, whose rows somebody has counted."""
+        self.pins = SenderPins(engine, self.registry, self.context)
         self._upkeep: asyncio.Task[None] | None = None
 
     @classmethod
@@ -92,33 +93,35 @@ class SenderService:
 
         Raises InvalidRequestError, ContextLengthError, CapacityError, RateLimitError, EngineError, StoreError.
         """
-        received = await self.received(tenant, request.inherits or [], "inherits")
-        new = await new_content(self.engine, request, leads=not received)
-        part = concatenated([*received, new])
-        # Whether a received position may be passed on was its first sender's to say: it left, so it may.
-        content = SenderContent(
-            input_ids=part.input_ids,
-            rows=part.rows,
-            inherited=sum(len(each.input_ids) for each in received),
-            latent=request.latent_steps,
-            private=part.private,
-        )
-        return await self._admit(tenant, content, request)
+        with self._under_way.calls.counted(tenant.name):
+            received = await self.received(tenant, request.inherits or [], "inherits")
+            new = await new_content(self.engine, request, leads=not received)
+            part = concatenated([*received, new])
+            # Whether a received position may be passed on was its first sender's to say: it left, so it may.
+            content = SenderContent(
+                input_ids=part.input_ids,
+                rows=part.rows,
+                inherited=sum(len(each.input_ids) for each in received),
+                latent=request.latent_steps,
+                private=part.private,
+            )
+            return await self._admit(tenant, content, request)
 
     async def extend(self, tenant: Tenant, sender_id: str, request: wire.ExtendRequest) -> wire.Sender:
         """A new sender: this one and then the new content. Raises like ``register``, and SenderNotFoundError."""
         parent = self.registry.get(tenant.name, sender_id)
-        new = await new_content(self.engine, request, leads=False)
-        part = concatenated([Part(list(parent.input_ids), parent.rows, parent.private), new])
-        content = SenderContent(
-            input_ids=part.input_ids,
-            rows=part.rows,
-            inherited=parent.inherited,
-            latent=request.latent_steps,
-            private=part.private,
-            parent=parent.id,
-        )
-        return await self._admit(tenant, content, request)
+        with self._under_way.calls.counted(tenant.name):
+            new = await new_content(self.engine, request, leads=False)
+            part = concatenated([Part(list(parent.input_ids), parent.rows, parent.private), new])
+            content = SenderContent(
+                input_ids=part.input_ids,
+                rows=part.rows,
+                inherited=parent.inherited,
+                latent=request.latent_steps,
+                private=part.private,
+                parent=parent.id,
+            )
+            return await self._admit(tenant, content, request)
 
     def all(self, tenant: Tenant) -> list[wire.Sender]:
         """The caller's senders, oldest first."""
@@ -129,14 +132,13 @@ class SenderService:
         return self.report(self.registry.peek(tenant.name, sender_id))
 
     async def forget(self, tenant: Tenant, sender_id: str) -> None:
-        """Delete a sender. Raises SenderNotFoundError, EngineError, StoreError."""
+        """Delete a sender. Raises SenderNotFoundError, StoreError."""
         sender = self.registry.peek(tenant.name, sender_id)
         # From the store first: where that fails, the sender is still there, and not back after a restart.
         await self._database.run(self._store.remove, [sender_id])
         self.registry.remove(tenant.name, sender_id)
-        self._seen_cached.pop(sender_id, None)
-        if sender.id in self._locked:
-            await self._unpin(sender)
+        self._forget_cached(sender_id)
+        self.pins.settle_later(sender)
 
     async def pin(self, tenant: Tenant, sender_id: str) -> wire.Sender:
         """Keep a sender's KV from being evicted: as many leading positions as the cap leaves (``pinned_positions``).
@@ -149,11 +151,12 @@ class SenderService:
         return self.report(sender)
 
     async def unpin(self, tenant: Tenant, sender_id: str) -> wire.Sender:
-        """Let SGLang evict a sender again. Raises SenderNotFoundError, EngineError, StoreError."""
+        """Let SGLang evict a sender again. Raises SenderNotFoundError, StoreError."""
         sender = self.registry.get(tenant.name, sender_id)
         self.registry.unpin(tenant.name, sender_id)
-        await self._unpin(sender)
-        await self._database.run(self._store.pin, sender_id, False)
+        stored = self._database.run(self._store.pin, sender_id, False)
+        await asyncio.shield(self.pins.settle_later(sender))
+        await stored
         return self.report(sender)
 
     async def audit(self, tenant: Tenant, sender_id: str) -> wire.Audit:
@@ -173,6 +176,10 @@ class SenderService:
         rank = int(sender.fingerprint[:8], 16) % ranks if ranks > 1 else None
         return Context(list(sender.input_ids), sender.rows, namespace, rank)
 
+    def pins_to_come(self) -> int:
+        """Pinned positions that the engine does not hold: of senders that were not asked since a restart."""
+        return max(0, self.registry.usage().pinned_positions - self.pins.held_positions)
+
     async def warm(self, sender: RegisteredSender) -> wire.CacheMiss | None:
         """See that a sender is in the cache, prefilled once for all who ask at once; why it was not, if so.
 
@@ -186,12 +193,21 @@ class SenderService:
             return None
         return "restarted" if seen is None else "evicted"
 
+    def rows_to_rebuild(self, sender: RegisteredSender) -> int:
+        """Rows that the engine computes to bring it back, for the first to ask; 0 where it was seen in the cache."""
+        if self._seen_cached.get(sender.id, -math.inf) > -math.inf or sender.id in self._to_rebuild:
+            return 0
+        if self.registry.holds(sender.tenant, sender.id):  # it may have been deleted meanwhile
+            self._to_rebuild.add(sender.id)
+        return len(sender)
+
     def missed(self, sender: RegisteredSender, cached: int) -> wire.CacheMiss | None:
         """Why a query found only ``cached`` positions of a sender that was in the cache a moment before."""
         if self.engine.found_all(cached, len(sender)):
             return None
-        # The next one looks again, and renews its pin.
-        self._seen_cached[sender.id] = -math.inf
+        if sender.id in self._seen_cached:
+            # The next one looks again, and renews its pin.
+            self._seen_cached[sender.id] = -math.inf
         return "evicted"
 
     def namespace(self, tenant: str) -> str | None:
@@ -294,8 +310,6 @@ class SenderService:
     async def _admit(
         self, tenant: Tenant, content: SenderContent, request: wire.SenderRequest | wire.ExtendRequest
     ) -> wire.Sender:
-        if self.engine.stopping:
-            raise CapacityError("the server is shutting down; send the request to another one, or again later")
         total, most = len(content.input_ids) + content.latent, self.engine.max_input - 1
         # One query token and one output position must still fit behind it.
         if total > most:
@@ -316,15 +330,16 @@ class SenderService:
 
     async def _enter(self, sender: RegisteredSender, ttl: float | None) -> _Ready:
         """Prefill, admit and write down. Where writing fails, nothing is left of a sender that was not there before."""
-        with self._under_way.counted(sender):
+        with self._under_way.prefills.counted(sender.tenant, len(sender)):
             ready = await self._prefilled(sender)
         known = self.registry.holds(sender.tenant, sender.id)
         lease = self.registry.add(ready.sender, ttl)
         try:
             await self._database.run(self._store.save, ready.sender, lease)
-        except CacheBackError:
-            if not known:
-                self.registry.remove(sender.tenant, sender.id)
+        except BaseException:
+            if not known and self.registry.discard(sender.tenant, sender.id):
+                # A save that was under way when the last caller left has come to its end.
+                _unattended(self._database.run(self._store.remove, [sender.id]))
             raise
         return ready
 
@@ -336,56 +351,28 @@ class SenderService:
         # Submitted before anything else can run: one of them may be registered anew meanwhile.
         removal = self._database.run(self._store.remove, [sender.id for sender in gone])
         for sender in gone:
-            self._seen_cached.pop(sender.id, None)
-            if sender.id in self._locked:
-                await self._unpin(sender)
+            self._forget_cached(sender.id)
+            self.pins.settle_later(sender)
         await removal
 
+    def _forget_cached(self, sender_id: str) -> None:
+        self._seen_cached.pop(sender_id, None)
+        self._to_rebuild.discard(sender_id)
+
     async def _pin(self, sender: RegisteredSender) -> None:
+        before = self.pins.wanted(sender)
         granted = self.registry.pin(sender.tenant, sender.id).pinned_positions
+        stored = self._database.run(self._store.pin, sender.id, granted > 0)
         try:
-            if granted:
-                await self._hold(sender, granted)
-            else:
-                await self._unpin(sender)
-            await self._database.run(self._store.pin, sender.id, granted > 0)
+            await self.pins.settle(sender)
+            await stored
         except BaseException:
-            if self._pinned(sender):
-                self.registry.unpin(sender.tenant, sender.id)
-                self._let_go_of(sender)
+            # As it was: whoever pinned it before was told so.
+            with suppress(SenderNotFoundError):
+                self.registry.pin(sender.tenant, sender.id, positions_cap=before)
+                _unattended(self._database.run(self._store.pin, sender.id, before > 0))
+            self.pins.settle_later(sender)
             raise
-
-    async def _hold(self, sender: RegisteredSender, positions: int) -> None:
-        """Have the engine keep the leading positions; again, where it has let go of them."""
-        whole = self.context(sender)
-        rows = None if whole.rows is None else whole.rows.before(positions)
-        self._locked.add(sender.id)
-        try:
-            await self.engine.pin(replace(whole, input_ids=whole.input_ids[:positions], rows=rows), sender.id)
-        finally:
-            # Deleted, expired or unpinned meanwhile: the engine may have been told so before it came to the lock.
-            if not self._pinned(sender):
-                self._let_go_of(sender)
-
-    def _pinned(self, sender: RegisteredSender) -> int:
-        try:
-            return self.registry.pinned_positions(sender.tenant, sender.id)
-        except SenderNotFoundError:
-            return 0
-
-    def _let_go_of(self, sender: RegisteredSender) -> None:
-        """Unpin on a task of its own: the caller may have left."""
-        self._letting_go.add(task := asyncio.create_task(self._unpin(sender)))
-        task.add_done_callback(self._let_go)
-
-    def _let_go(self, task: asyncio.Task[None]) -> None:
-        self._letting_go.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("a pin could not be let go of: %s", error)
-
-    async def _unpin(self, sender: RegisteredSender) -> None:
-        await self.engine.unpin(sender.id, self.context(sender).rank)
-        self._locked.discard(sender.id)
 
     async def _prefilled(self, sender: RegisteredSender) -> _Ready:
         """Its KV in the cache; computed once for all who ask at once."""
@@ -397,10 +384,11 @@ class SenderService:
             before = replace(whole, input_ids=whole.input_ids[: len(sender) - sender.latent])
             sender = sender.with_latent_rows(await self.engine.latent_rows(before, sender.latent))
         cached = await self.engine.prefill(self.context(sender))
-        if pinned := self._pinned(sender):
+        if self.pins.wanted(sender):
             # A flush of the cache or a restart has taken the pin with the KV, and nothing tells so.
-            await self._hold(sender, pinned)
+            await self.pins.settle(sender, again=True)
         self._seen_cached[sender.id] = time.monotonic()
+        self._to_rebuild.discard(sender.id)
         if len(self._seen_cached) > 2 * self.settings.senders.total.senders:
             del self._seen_cached[next(iter(self._seen_cached))]
         return _Ready(sender, cached)
@@ -435,8 +423,19 @@ class SenderService:
                 if renewed:
                     await self._database.run(self._store.renew, renewed)
                 self.on_upkeep()
-            except CacheBackError as error:
-                logger.error("the upkeep of senders failed: %s", error)
+                self.pins.retry()
+            except Exception:
+                logger.exception("the upkeep of senders failed; it is tried again")
+
+
+def _unattended(written: asyncio.Future[Any]) -> None:
+    """Let a write go on that nobody waits for; what it raises is logged."""
+
+    def log(done: asyncio.Future[Any]) -> None:
+        if not done.cancelled() and (error := done.exception()) is not None:
+            logger.error("the store of senders is behind: %s", error)
+
+    written.add_done_callback(log)
 
 
 def part_of(sender: RegisteredSender, positions: Sequence[int]) -> Part:

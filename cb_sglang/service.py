@@ -43,7 +43,12 @@ class MessageService:
         self.senders = senders
         self.measurements = SenderMeasurements(engine, senders.context)
         self.admission = Admission(settings.admission)
-        self.grants = Grants(engine, senders.registry)
+        self.grants = Grants(
+            engine,
+            pins_to_come=senders.pins_to_come,
+            max_waiting=settings.admission.max_waiting,
+            tenant_share=settings.admission.tenant_share,
+        )
         self.metrics = Metrics()
         senders.on_upkeep = self._report_load
 
@@ -100,7 +105,7 @@ class MessageService:
         receiver = receiver.model_copy(update={"senders": max(receiver.senders, len(senders))})
         request = _one_query(wanted, query).model_copy(update={"receiver": receiver})
         made: dict[str, Made] = {}
-        with self.grants.receivers(1, of_one=True) as one:
+        with self.grants.receivers(tenant.name, 1, of_one=True) as one:
             sources = merge(*(self.messages(tenant, name, request, one_of=senders, receivers=one) for name in senders))
             async with aclosing(sources):
                 async for each in sources:
@@ -113,31 +118,34 @@ class MessageService:
         await self.senders.forget(tenant, sender_id)
         self.measurements.forget(sender_id)
 
-    async def capacity(self) -> wire.Capacity:
-        """The load now, and what the next receiver would be granted of a message that asks for the whole window."""
-        snapshot = await self.grants.snapshot(more=1)
-        need = ReceiverNeed(context_length=self.engine.context_length, prompt_positions=0, reserved_output=0)
+    async def capacity(self, tenant: Tenant) -> wire.Capacity:
+        """The load now, and what this tenant's next receiver would be granted of a message as long as the window."""
         asked = self.engine.context_length
+        need = ReceiverNeed(context_length=asked, prompt_positions=0, reserved_output=0)
+        snapshot = await self.grants.snapshot(tenant.name, more=1)
         try:
             found = _shown(grant(asked, minimum=1, policy="share", snapshot=snapshot, receiver=need))
         except CapacityError as error:
             found = wire.GrantReport(asked=asked, granted=0, limit="pool", reason=error.message)
-        load = self.admission.snapshot()
+        engine, load = await self.engine.load(), self.admission.snapshot()
         return wire.Capacity(
-            pool_positions=snapshot.pool_positions,
-            used_positions=snapshot.pool_positions - snapshot.free_positions,
+            pool_positions=engine.pool_positions,
+            used_positions=engine.used_positions,
             pinned_positions=self.senders.registry.usage().pinned_positions,
             context_length=snapshot.context_length,
-            receivers=snapshot.receivers - 1,
+            receivers=self.grants.waiting,
             running=load.running.requests,
             queued=load.queued.requests,
             grant=found,
         )
 
-    async def close(self, timeout: float) -> None:
-        """Refuse new work, wait for what runs, at most ``timeout`` seconds, then close the store."""
-        self.admission.close()
-        await self.admission.drained(timeout)
+    @property
+    def stopping(self) -> bool:
+        """Whether new calls are to be refused because the server is on its way out."""
+        return self.engine.stopping
+
+    async def close(self) -> None:
+        """Write what is yet to be written, and close the store; when no call is being answered any more."""
         await self.senders.close()
 
     # --- one call over one sender
@@ -150,14 +158,16 @@ class MessageService:
         counted: Receivers | None,
     ) -> AsyncGenerator[Made, None]:
         started, now = time.perf_counter(), time.monotonic()
-        if self.engine.stopping:
-            raise CapacityError("the server is shutting down; send the request to another one, or again later")
         # Refused before any work is done for it, where it is to be refused anyway.
         self.admission.check(tenant=sender.tenant, sender=sender.id, rows=len(request.queries), positions=len(sender))
         before: dict[int, Runs] = {}
+        looked_up: dict[tuple[str | None, ...], Runs] = {}  # the queries of a call mostly exclude the same
 
         async def excluded(index: int, options: wire.Query) -> Runs:
-            before[index] = await self.senders.sent_before(sender, options, one_of)
+            wanted = (options.since, *(options.exclude or ()))
+            if wanted not in looked_up:
+                looked_up[wanted] = await self.senders.sent_before(sender, options, one_of)
+            before[index] = looked_up[wanted]
             return union([*sender.private, *before[index]])
 
         template = self.settings.query_template
@@ -166,7 +176,7 @@ class MessageService:
             for index in range(len(request.queries))
         ]
         seconds = self.settings.admission.default_deadline if request.deadline is None else request.deadline
-        with nullcontext(counted) if counted else self.grants.receivers(len(plans)) as receivers:
+        with nullcontext(counted) if counted else self.grants.receivers(sender.tenant, len(plans)) as receivers:
             groups = self._groups(sender, [plan for plan in plans if plan.needs_engine])
             groups += [[plan] for plan in plans if not plan.needs_engine]
             outcomes = merge(*(self._answered(sender, group, request, receivers, now + seconds) for group in groups))
@@ -211,7 +221,7 @@ class MessageService:
             for plan in plans
         ]
         granted = [plan.granted(found.granted) for plan, found in zip(plans, grants, strict=True)]
-        rows = sum(self._rows(sender, plan) for plan in plans)
+        rows = sum(self._rows(sender, plan) for plan in plans) + self.senders.rows_to_rebuild(sender)
         async with self.admission.admit(
             tenant=sender.tenant,
             sender=sender.id,

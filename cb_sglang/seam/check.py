@@ -41,6 +41,7 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
     ),
     "managers.tokenizer_manager.TokenizerManager.generate_request": ("self", "obj", "request"),
     "managers.tokenizer_manager.TokenizerManager.config_value": ("self",),
+    "managers.tokenizer_manager.TokenizerManager.sigterm_watchdog": ("self",),
     "entrypoints.http_server._setup_and_run_http_server": (
         "server_args", "tokenizer_manager", "template_manager", "port_args", "scheduler_infos",
     ),

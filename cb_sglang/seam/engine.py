@@ -1,7 +1,7 @@
 """SGLang's engine as the HTTP process sees it: the TokenizerManager, behind a few calls.
 
 ``prefill`` puts a sender into the radix cache; ``score`` runs queries over senders in one batch; ``latent_rows`` rolls
-a sender on; ``tokenizing`` uses SGLang's tokenizer on a thread of its own, off the event loop.
+a sender on; ``tokenizing`` uses SGLang's tokenizer on threads of our own, off the event loop.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ class Engine:
 
     def __init__(self, tokenizer_manager: Any, *, max_input: int, pool_positions: int) -> None:
         self._manager = tokenizer_manager
-        self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cacheback-tokenizer")
+        self._tokenizing, self._tokenizing_long = (
+            ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"cacheback-{name}") for name in ("queries", "senders")
+        )
         self._fingerprint = "", ""  # of which weight version
         self._priority = _priority(tokenizer_manager.server_args)
         config = tokenizer_manager.model_config
@@ -148,8 +150,12 @@ class Engine:
         return int(self._manager.server_args.dp_size)
 
     async def tokenizing(self, function: Callable[..., T], *args: Any) -> T:
-        """Run a tokenizer call off the event loop. One thread, since fast tokenizers are not re-entrant."""
+        """Run what a query needs of the tokenizer off the event loop, one call after the other."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *args)
+
+    async def tokenizing_long(self, function: Callable[..., T], *args: Any) -> T:
+        """The same for whole senders, on a thread of its own: no query waits behind them."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing_long, function, *args)
 
     async def load(self) -> EngineLoad:
         """The present load over all data-parallel ranks; SGLang keeps it in shared memory."""

@@ -1,6 +1,6 @@
 """The functions of SGLang that we wrap.
 
-All but the last two concern only requests that carry a spec of ours; for everything else the original runs untouched.
+All but the last three concern only requests that carry a spec of ours; for everything else the original runs untouched.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 from cb_sglang.custom_selectors import load_allowed
 from cb_sglang.seam import check
+from cb_sglang.seam.draining import finish_ours_first
 from cb_sglang.seam.pins import apply_pin, forget_pins
 from cb_sglang.seam.readiness import report_refusal
 from cb_sglang.seam.scoring_batch import ScoringBatch, activated, active
@@ -172,6 +173,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
     "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
     "._maybe_collect_customized_info": answer_with_result,
     "managers.scheduler.Scheduler.get_init_info": report_refusal,
+    "managers.tokenizer_manager.TokenizerManager.sigterm_watchdog": finish_ours_first,
 }
 
 # Exists only where FlashInfer does.

@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from cb_server import chat_route
 from cb_server.access import TenantAccess
 from cb_server.observe import AccessLog
+from cb_server.open_calls import OpenCalls
 from cb_server.routes import router
 from cb_sglang.settings import Settings
 from cb_sglang.tenants import Tenants, namespace
@@ -22,9 +23,10 @@ def mount(app: FastAPI, settings: Settings, tenants: Tenants, secret: bytes) -> 
     app.state.cacheback_tenants = tenants
     app.state.cacheback_service = None
     app.state.cacheback_starting = asyncio.Lock()
+    app.state.cacheback_open_calls = calls = OpenCalls()
     app.include_router(router)
     chat_route.mount(app)
     if tenants.has_keys:
         app.add_middleware(TenantAccess, tenants=tenants, namespace_of=partial(namespace, secret))
     # Outermost: it sees every answer of ours.
-    app.add_middleware(AccessLog)
+    app.add_middleware(AccessLog, calls=calls)

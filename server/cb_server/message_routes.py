@@ -60,7 +60,7 @@ async def make_transfers(body: wire.TransfersRequest, request: Request, caller: 
 @router.get("/v1/capacity", response_model=wire.Capacity, responses=ERRORS)
 async def capacity(caller: Caller, service: Service) -> wire.Capacity:
     """The engine's load, and what a receiver that asks for everything now would be granted."""
-    return await service.capacity()
+    return await service.capacity(caller)
 
 
 async def _collect(made: AsyncGenerator[T, None]) -> list[T]:

@@ -16,6 +16,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cb_server.open_calls import OpenCalls
+
 logger = logging.getLogger("cacheback.access")
 
 REQUEST_ID_HEADER = "X-Request-Id"
@@ -46,17 +48,21 @@ def write_to_stderr() -> None:
 
 
 class AccessLog:
-    """An ASGI middleware, to be put around all others. Whatever is not ours passes through unchanged."""
+    """An ASGI middleware, to be put around all others. Whatever is not ours passes through unchanged.
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    ``calls`` counts the open ones; SGLang's own among them, since a chat may turn out to be ours.
+    """
+
+    def __init__(self, app: ASGIApp, calls: OpenCalls) -> None:
+        self._app, self._calls = app, calls
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         exchange = _Exchange(scope, receive, send)
         try:
-            await self._app(scope, exchange.receive, exchange.send)
+            with self._calls.one():
+                await self._app(scope, exchange.receive, exchange.send)
         except Exception:
             exchange.failed = True
             raise

@@ -85,7 +85,6 @@ class RecordingEngine:
     kv_bytes: int = 1_024
     ranks: int = 1
     page_size: int = 1
-    stopping: bool = False
     fingerprint: str = "model"
     tokenizer_fingerprint: str = "tokenizer"
     tokenizer: Letters = field(default_factory=Letters)
@@ -108,6 +107,8 @@ class RecordingEngine:
     async def tokenizing(self, function: Callable[..., Any], *args: Any) -> Any:
         await asyncio.sleep(0)
         return function(*args)
+
+    tokenizing_long = tokenizing
 
     async def load(self) -> EngineLoad:
         await asyncio.sleep(0)
@@ -186,6 +187,7 @@ def run(
     test: Callable[[RecordingEngine, MessageService], Coroutine[Any, Any, None]],
     *,
     data_dir: Path | None = None,
+    engine: RecordingEngine | None = None,
     **settings: Any,
 ) -> None:
     """A test with an engine and a service on a loop of its own.
@@ -193,8 +195,7 @@ def run(
     However the test treats the service, nothing of its calls may be left: no task, no admission, no grant.
     """
 
-    async def main() -> None:
-        engine = RecordingEngine()
+    async def main(engine: RecordingEngine) -> None:
         async with asyncio.timeout(20):
             service = await MessageService.start(
                 engine,  # type: ignore[arg-type]
@@ -206,12 +207,12 @@ def run(
                 await settle()
                 assert_idle(service)
             finally:
-                await service.close(timeout=1.0)
+                await service.close()
         await settle()
         left = asyncio.all_tasks() - {asyncio.current_task()}
         assert not left, left
 
-    asyncio.run(main())
+    asyncio.run(main(engine or RecordingEngine()))
 
 
 async def settle() -> None:

@@ -25,7 +25,7 @@ LIMITS = AdmissionLimits(
     max_running_work=100, max_running_rows=10, max_queued_work=300, max_waiting=8, tenant_share=0.5, default_deadline=9
 )  # a tenant: 200 units of work, 4 waiting requests
 ONE_TENANT = replace(LIMITS, tenant_share=1.0)
-IDLE = AdmissionState(running=Load(), queued=Load(), tenants={}, closed=False)
+IDLE = AdmissionState(running=Load(), queued=Load(), tenants={})
 
 
 def virtual_admission(limits: AdmissionLimits = LIMITS) -> Admission:
@@ -243,23 +243,6 @@ def test_a_body_that_fails_frees_its_place_and_tells_no_throughput(failure: type
         with pytest.raises(CapacityError) as caught:
             enter(admission, 100)
         assert caught.value.retry_after == MIN_RETRY_AFTER
-
-    run_virtually(test)
-
-
-def test_draining_refuses_new_requests_and_serves_those_that_wait() -> None:
-    async def test() -> None:
-        admission = virtual_admission()
-        tasks = [asyncio.create_task(work(admission, 2.0)) for _ in range(4)]
-        await asyncio.sleep(1)
-        admission.close()
-        with pytest.raises(CapacityError, match="shutting down") as caught:
-            await work(admission)
-        assert caught.value.retry_after is not None
-        assert await admission.drained(2.5) is False
-        assert await admission.drained(2.5) is True
-        assert [task.result() for task in tasks] == [0.0, 0.0, 2.0, 2.0]
-        assert asyncio.get_running_loop().time() == pytest.approx(4.0)
 
     run_virtually(test)
 

@@ -207,4 +207,3 @@ async def call_all(drawn: list[Caller]) -> None:
             assert outcome in ("refused", "failed" if caller.fails else "done")
     state = admission.snapshot()
     assert (state.running, state.queued, state.tenants) == (Load(), Load(), {})
-    assert await admission.drained(0.1)

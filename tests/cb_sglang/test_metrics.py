@@ -98,9 +98,8 @@ def test_load_is_what_it_was_told_last(metrics: Metrics, registry: CollectorRegi
         running=Load(requests=2, work=640, rows=16),
         queued=Load(requests=1, work=80, rows=4),
         tenants={"team-a": TenantLoad()},
-        closed=False,
     )
-    idle = AdmissionState(running=Load(), queued=Load(), tenants={}, closed=False)
+    idle = AdmissionState(running=Load(), queued=Load(), tenants={})
     metrics.load(busy, Amounts(senders=3, positions=900, row_bytes=64, pinned_positions=50), tenants=2)
 
     assert value(registry, "requests", state="running") == 2
@@ -167,7 +166,7 @@ from test_metrics import AdmissionState, Amounts, Load, Metrics, message
 
 metrics = Metrics()
 metrics.message(message(), "team-a")
-metrics.load(AdmissionState(Load(3, 30, 9), Load(), {}, False), Amounts(senders=7), tenants=1)
+metrics.load(AdmissionState(Load(3, 30, 9), Load(), {}), Amounts(senders=7), tenants=1)
 
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 registry = CollectorRegistry()

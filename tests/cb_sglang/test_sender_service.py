@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from recording_engine import (
     settle,
 )
 
+import cb_sglang.sender_service
 from cb_sglang import wire
 from cb_sglang.errors import (
     CacheBackError,
@@ -131,15 +133,28 @@ def test_registrations_under_way_are_bounded() -> None:
         engine.hold = asyncio.Event()
         first = asyncio.create_task(registered(service))
         await settle()
-        with pytest.raises(CapacityError, match="1 senders of 100 positions are being registered"):
+        with pytest.raises(CapacityError, match="1 of at most 1 registrations"):
             await registered(service, [1, 2, 3])
-        again = asyncio.create_task(registered(service))
-        await settle()
         engine.hold.set()
-        assert await first == await again
+        await first
         await registered(service, [1, 2, 3])
 
     run(test, max_registrations=1)
+
+
+def test_new_senders_take_no_more_than_the_pool_at_once() -> None:
+    async def test(engine: RecordingEngine, service: MessageService) -> None:
+        engine.hold = asyncio.Event()
+        # The same content twice is computed once.
+        first = [asyncio.create_task(registered(service)) for _ in range(2)]
+        await settle()
+        with pytest.raises(CapacityError, match="100 of at most 150 positions"):
+            await registered(service, DOCUMENT[:-1])
+        engine.hold.set()
+        assert len(set(await asyncio.gather(*first))) == 1
+        await registered(service, DOCUMENT[:-1])
+
+    run(test, engine=RecordingEngine(pool_positions=150))
 
 
 def test_a_failed_prefill_registers_nothing_and_can_be_tried_again() -> None:
@@ -453,5 +468,62 @@ def test_a_query_that_misses_looks_again() -> None:
         engine.cached = None
         assert (await ask(service, sender, [5], budget=10))[0].cache_miss == "evicted"
         assert list(engine.pinned) == [sender]
+
+    run(test)
+
+
+def test_a_registration_that_is_left_in_its_last_step_is_none(tmp_path: Path) -> None:
+    """Neither while the server lives nor after a restart; one that was there before stays."""
+
+    async def before(engine: RecordingEngine, service: MessageService) -> None:
+        known = await registered(service, [1, 2, 3])
+        blocked = threading.Event()
+        service.senders._database.run(blocked.wait)
+        for ids in (DOCUMENT, [1, 2, 3]):
+            call = asyncio.create_task(registered(service, ids))
+            while len(service.senders.all(ALICE)) < 2 and ids is DOCUMENT:
+                await asyncio.sleep(0.001)
+            await settle()
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+            assert [sender.id for sender in service.senders.all(ALICE)] == [known]
+        blocked.set()
+
+    async def after(engine: RecordingEngine, service: MessageService) -> None:
+        assert [sender.positions for sender in service.senders.all(ALICE)] == [3]
+
+    run(before, data_dir=tmp_path)
+    run(after, data_dir=tmp_path)
+
+
+def test_upkeep_survives_what_it_meets(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(engine: RecordingEngine, service: MessageService) -> None:
+        seen = []
+
+        def fails() -> None:
+            seen.append(1)
+            raise RuntimeError("disk full")
+
+        service.senders.on_upkeep = fails
+        while len(seen) < 2:
+            await asyncio.sleep(0.001)
+
+    monkeypatch.setattr(cb_sglang.sender_service, "_UPKEEP_SECONDS", 0.001)
+    run(test)
+
+
+def test_the_first_to_ask_for_a_cold_sender_counts_its_rows() -> None:
+    async def test(engine: RecordingEngine, service: MessageService) -> None:
+        senders = service.senders
+        sender = senders.registry.get("alice", await registered(service))
+        assert senders.rows_to_rebuild(sender) == 0
+        senders._seen_cached.clear()  # as after a restart
+        assert [senders.rows_to_rebuild(sender) for _ in range(3)] == [100, 0, 0]
+        await senders.warm(sender)
+        assert senders.rows_to_rebuild(sender) == 0
+        senders.missed(sender, 7)
+        assert senders.rows_to_rebuild(sender) == 100
+        await service.forget(ALICE, sender.id)
+        assert senders.rows_to_rebuild(sender) == 100 and senders._to_rebuild == set()
 
     run(test)

@@ -276,17 +276,6 @@ def test_a_sender_deleted_meanwhile_still_answers() -> None:
     run(test)
 
 
-def test_a_server_on_its_way_out_takes_nothing_new() -> None:
-    async def test(engine: RecordingEngine, service: MessageService) -> None:
-        sender = await registered(service)
-        engine.stopping = True
-        with pytest.raises(CapacityError, match="shutting down"):
-            await ask(service, sender, "a")
-        assert engine.scored == []
-
-    run(test)
-
-
 @pytest.mark.parametrize(
     "wrong",
     [{"query_template": "no place"}, {"max_registrations": 0}, {"max_audit": 0}],
@@ -343,19 +332,36 @@ def test_capacity_counts_the_receivers_there_are() -> None:
     async def test(engine: RecordingEngine, service: MessageService) -> None:
         sender = await registered(service)
         engine.used = 1_000
-        idle = await service.capacity()
+        idle = await service.capacity(ALICE)
         assert (idle.receivers, idle.used_positions, idle.running, idle.grant.granted) == (0, 1_000, 0, 2_000)
         engine.hold = asyncio.Event()
         running = asyncio.create_task(ask(service, sender, "a", budget=50))
         await settle()
-        busy = await service.capacity()
+        busy = await service.capacity(ALICE)
         assert busy.running == 1 and service.grants.granted_positions == 50
         engine.used = engine.pool_positions
-        full = await service.capacity()
+        full = await service.capacity(ALICE)
         assert (full.grant.granted, full.grant.limit) == (0, "pool")
         engine.used = 0
         engine.hold.set()
         await running
+
+    run(test)
+
+
+def test_a_chat_over_several_senders_is_one_receiver() -> None:
+    async def test(engine: RecordingEngine, service: MessageService) -> None:
+        senders = [await registered(service, [n] * 80) for n in (1, 2, 3)]
+        engine.used = engine.pool_positions - 220  # each message for three would be more than the pool
+        engine.hold = asyncio.Event()
+        receiver = wire.Receiver(prompt_positions=30, reserved_output=40)
+        wanted = wire.ChatExtension(senders=senders, budget=50, receiver=receiver)
+        chat = asyncio.create_task(service.blocks(ALICE, wanted, "a"))
+        await settle()
+        assert (service.grants.waiting, service.grants.granted_positions) == (0, 220)
+        engine.hold.set()
+        blocks, _ = await chat
+        assert [len(block.part.input_ids) for block in blocks if block.part] == [50, 50, 50]
 
     run(test)
 

@@ -44,7 +44,7 @@ def mounted_app(service: Any, tenants: Tenants | None = None) -> FastAPI:
     # SGLang's catch-all would be in front of ours.
     app.router.routes.sort(key=lambda route: getattr(route, "path", "").startswith("/{anything"))
     if service is not None:
-        service.metrics = ErrorCodes()
+        service.metrics, service.stopping = ErrorCodes(), False
     app.state.cacheback_service = service
     return app
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from served_api import ServedApi, excerpt, sse_events
+from served_api import ServedApi, excerpt, random_ids, sse_events
 
 from cb_sglang.client import Sender
 
@@ -189,10 +189,14 @@ def test_pins_are_counted_and_let_go(server: ServedApi, http: httpx.Client) -> N
     path = f"/v1/senders/{pinned['id']}"
     assert http.delete(f"{path}/pin").json()["pinned_positions"] == 0
     assert http.put(f"{path}/pin").json()["pinned_positions"] == pinned["positions"]
-    server.flush()  # takes the pin's lock with the cache, and nothing breaks
-    assert http.put(f"{path}/pin").json()["pinned_positions"] == pinned["positions"]
+    server.flush()  # takes the pin's lock with the cache; queries renew it
+    misses = [ask(http, pinned["id"], question, budget=16)[0]["cache_miss"] for question in QUESTIONS[:2]]
+    assert "evicted" in misses
+    for seed in (70, 71):  # more than the pool holds
+        loose = create(http, input_ids=random_ids(5_000, seed=seed))
+        assert http.delete(f"/v1/senders/{loose['id']}").status_code == 200
     (message,) = ask(http, pinned["id"], QUESTIONS[0], budget=16)
-    assert message["cached_positions"] == pinned["positions"]
+    assert (message["cached_positions"], message["cache_miss"]) == (pinned["positions"], None)
     assert http.delete(path).status_code == 200
     assert http.get("/v1/capacity").json()["pinned_positions"] == 0
 

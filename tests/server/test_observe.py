@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cb_server import observe
 from cb_server.observe import AccessLog, note_tenant
+from cb_server.open_calls import OpenCalls
 from cb_server.routes import router
 from cb_sglang.errors import SenderNotFoundError
 from cb_sglang.tenants import DEFAULT_TENANT, Tenant, Tenants
@@ -68,9 +69,13 @@ async def _broken(request: Request) -> StreamingResponse:
     return StreamingResponse(parts())
 
 
+def logged(app: ASGIApp) -> AccessLog:
+    return AccessLog(app, OpenCalls())
+
+
 @pytest.fixture
 def app() -> ASGIApp:
-    return AccessLog(
+    return logged(
         Starlette(
             routes=[
                 Route("/v1/senders", _echo, methods=["POST"]),
@@ -187,7 +192,7 @@ def test_a_client_that_leaves_is_499(log: Callable[[], list[dict[str, Any]]], st
 
     async def run() -> None:
         connection = Connection("/v1/transfers", stays)
-        app = AccessLog(Starlette(routes=[Route("/v1/transfers", endless, methods=["POST"])]))
+        app = logged(Starlette(routes=[Route("/v1/transfers", endless, methods=["POST"])]))
         await asyncio.wait_for(app(connection.scope, connection.receive, connection.send), 10)
 
     asyncio.run(run())
@@ -203,7 +208,7 @@ def test_the_end_of_a_connection_behind_a_whole_answer_is_none(log: Callable[[],
 
     async def run() -> None:
         connection = Connection("/v1/senders", stays=1)
-        await AccessLog(answers_then_listens)(connection.scope, connection.receive, connection.send)
+        await logged(answers_then_listens)(connection.scope, connection.receive, connection.send)
 
     asyncio.run(run())
     assert [line["status"] for line in log()] == [200]
@@ -212,7 +217,7 @@ def test_the_end_of_a_connection_behind_a_whole_answer_is_none(log: Callable[[],
 class NoSenders:
     """A service whose ``senders`` have nothing."""
 
-    metrics = ErrorCodes()
+    metrics, stopping = ErrorCodes(), False
 
     @property
     def senders(self) -> NoSenders:
@@ -235,7 +240,7 @@ def test_our_routes_are_logged_by_template(log: Callable[[], list[dict[str, Any]
     inner.state.cacheback_tenants = Tenants()
     inner.state.cacheback_service = NoSenders()
     inner.include_router(router)
-    answer = ask(AccessLog(inner), "GET", path)
+    answer = ask(logged(inner), "GET", path)
 
     assert answer.status_code == 404
     (line,) = log()
@@ -247,9 +252,9 @@ def test_a_request_that_came_to_no_route_is_logged_by_its_prefix(log: Callable[[
     async def refuses(scope: Scope, receive: Receive, send: Send) -> None:
         await PlainTextResponse("no key", status_code=401)(scope, receive, send)
 
-    ask(AccessLog(refuses), "DELETE", "/v1/senders/snd_of_somebody")
-    ask(AccessLog(refuses), "GET", "/v1/senders")
-    ask(AccessLog(refuses), "GET", "/v1/senders_of_another_service")
+    ask(logged(refuses), "DELETE", "/v1/senders/snd_of_somebody")
+    ask(logged(refuses), "GET", "/v1/senders")
+    ask(logged(refuses), "GET", "/v1/senders_of_another_service")
 
     assert [(line["route"], line["status"]) for line in log()] == [("/v1/senders/...", 401), ("/v1/senders", 401)]
 

@@ -1,0 +1,29 @@
+"""SIGTERM: SGLang waits for the requests in its engine and ends; what we do around them is finished first."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+logger = logging.getLogger(__name__)
+_LOOK_SECONDS = 0.2
+_finishing: list[Callable[[], Awaitable[None]]] = []
+
+
+def before_exit(finish: Callable[[], Awaitable[None]]) -> None:
+    """Have ``finish`` awaited after SIGTERM, while the engine still works. It must come to an end."""
+    _finishing.append(finish)
+
+
+async def finish_ours_first(original: Callable[..., Awaitable[None]], manager: Any) -> None:
+    """Around TokenizerManager.sigterm_watchdog."""
+    while not manager.gracefully_exit:
+        await asyncio.sleep(_LOOK_SECONDS)
+    for finish in _finishing:
+        try:
+            await finish()
+        except Exception:
+            logger.exception("not all was finished before the server's end")
+    await original(manager)
