@@ -47,9 +47,11 @@ class AuditRecord:
 
 
 class AuditLog:
-    """Records of messages, the newest ``per_sender``, ``per_tenant`` and ``total`` of them; they outlive the senders.
+    """Records of messages, the newest ``per_sender`` and ``total`` of them; they outlive the senders.
 
-    The bounds per tenant and in total are enforced once in ``sweep_every`` records, as it takes a look at all of them.
+    One tenant has at most ``tenant_share`` of the total. Where all together have more than it, those with the most give
+    way until they have the same; each keeps its newest, and at least one. These two bounds are enforced once in
+    ``sweep_every`` records, as it takes a look at all of them.
     Blocks: on an event loop, ``await database.run(log.method, ...)``. Every method raises StoreError when SQLite fails.
     """
 
@@ -58,13 +60,13 @@ class AuditLog:
         database: Database,
         *,
         per_sender: int = 1_000,
-        per_tenant: int = 50_000,
         total: int = 200_000,
+        tenant_share: float = 1.0,
         sweep_every: int = 256,
     ) -> None:
         self._database = database
-        self._per_sender = per_sender
-        self._per_tenant = per_tenant
+        self._per_tenant = max(1, int(total * tenant_share))
+        self._per_sender = min(per_sender, self._per_tenant)
         self._total = total
         self._sweep_every = self._unswept = sweep_every
 
@@ -76,9 +78,10 @@ class AuditLog:
                 _keep_newest(db, self._per_sender, "tenant = ? AND sender = ?", tenant, sender)
             self._unswept += len(records)
             if self._unswept >= self._sweep_every:
-                for (tenant,) in db.execute("SELECT DISTINCT tenant FROM audit").fetchall():
-                    _keep_newest(db, self._per_tenant, "tenant = ?", tenant)
-                _keep_newest(db, self._total, "true")
+                held = dict(db.execute("SELECT tenant, count(*) FROM audit GROUP BY tenant").fetchall())
+                most = min(self._per_tenant, _most_each(held.values(), self._total))
+                for tenant in held:
+                    _keep_newest(db, most, "tenant = ?", tenant)
                 self._unswept = 0
 
     def sent(self, tenant: str, messages: Iterable[str]) -> dict[str, AuditRecord]:
@@ -88,22 +91,25 @@ class AuditLog:
             found = [row for message in messages for row in db.execute(statement, (tenant, message))]
         return {record.message: record for record in _records(found)}
 
-    def newest(
-        self,
-        tenant: str,
-        *,
-        sender: str | None = None,
-        receiver: str | None = None,
-        since: float | None = None,
-        limit: int = 1_000,
-    ) -> list[AuditRecord]:
-        """The tenant's records, newest first; where given, of this sender, to this receiver, not before ``since``."""
-        asked = {"tenant = ?": tenant, "sender = ?": sender, "receiver = ?": receiver, "sent >= ?": since}
-        given = {condition: value for condition, value in asked.items() if value is not None}
-        statement = f"SELECT {_COLUMNS} FROM audit WHERE {' AND '.join(given)} ORDER BY n DESC LIMIT ?"
+    def newest(self, tenant: str, *, sender: str | None = None, limit: int = 1_000) -> list[AuditRecord]:
+        """The tenant's records, newest first; where given, of this sender."""
+        where, values = ("tenant = ?", (tenant,)) if sender is None else ("tenant = ? AND sender = ?", (tenant, sender))
+        statement = f"SELECT {_COLUMNS} FROM audit WHERE {where} ORDER BY n DESC LIMIT ?"
         with self._database.transaction() as db:
-            found = db.execute(statement, (*given.values(), limit)).fetchall()
+            found = db.execute(statement, (*values, limit)).fetchall()
         return _records(found)
+
+
+def _most_each(held: Iterable[int], total: int) -> int:
+    """The most that each may keep of what it holds, at least 1, so that all together keep ``total`` at most."""
+    ascending = sorted(held)
+    left = total
+    for number, count in enumerate(ascending):
+        fair = max(1, left // (len(ascending) - number))
+        if count > fair:
+            return fair
+        left -= count
+    return total
 
 
 def _keep_newest(db: sqlite3.Connection, most: int, where: str, *values: str) -> None:

@@ -12,28 +12,26 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cb_server import fields
 from cb_server.bodies import read_body, replayed
+from cb_server.context import service_of
 from cb_server.guard import NoSuchEndpointError, count_error, error_response
 from cb_server.observe import is_ours
+from cb_sglang.content import check_ids
 from cb_sglang.errors import CacheBackError, InvalidRequestError
-from cb_sglang.tenants import Tenant, Tenants
+from cb_sglang.tenants import Tenants
 
 ADMIN = "admin"
+MAX_TOKENIZED_BYTES = 1 << 20
+"""Of a body that SGLang tokenizes on the event loop, where all wait: some 0.4 s on one core."""
 _OPEN = {"/health"}
-_READ = {"/v1/models", "/model_info", "/get_model_info", "/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"}
+_READ = {"/v1/models", "/model_info", "/get_model_info"}
 _PROMPTED = {"/generate", "/v1/completions", "/v1/chat/completions"}
-# What names another request's state, or code: a tenant's own namespace does not hold these apart.
-_REFUSED_FIELDS = (
-    "session_params",
-    "session_id",
-    "custom_logit_processor",
-    "rid",
-    "bootstrap_room",
-    "chat_template",
-    "chat_template_kwargs",
-)
+# Headers that do what fields do which are not open: x-override-* any of several, the others the rank and its choice.
+_REFUSED_HEADERS = (b"x-override-", b"x-data-parallel-rank", b"x-smg-routing-key")
 
 
 class TenantAccess:
@@ -66,43 +64,41 @@ class TenantAccess:
         headers = dict(scope["headers"])
         authorization = headers.get(b"authorization")
         tenant = self._tenants.authenticate(None if authorization is None else authorization.decode("latin-1"))
-        if tenant.name == ADMIN or path in _READ or is_ours(path):
+        if tenant.name == ADMIN:
             return receive
-        if path not in _PROMPTED or scope["method"] != "POST":
+        scope["headers"] = [each for each in scope["headers"] if not each[0].lower().startswith(_REFUSED_HEADERS)]
+        if is_ours(path) or (path in _READ and scope["method"] in ("GET", "HEAD")):
+            return receive
+        if path not in fields.OPEN or scope["method"] != "POST":
             raise NoSuchEndpointError(f"{scope['method']} {path} is not open to tenants of this server")
-        return replayed(await self._in_namespace(tenant, scope, receive), receive)
-
-    async def _in_namespace(self, tenant: Tenant, scope: Scope, receive: Receive) -> bytes:
-        # Not on the event loop: a body may have megabytes.
-        body = await asyncio.to_thread(_rewritten, await read_body(receive), self._namespace_of(tenant.name))
+        body = await self._checked_body(self._namespace_of(tenant.name), scope, receive)
         kept = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
         scope["headers"] = [*kept, (b"content-length", str(len(body)).encode())]
-        return body
+        return replayed(body, receive)
+
+    async def _checked_body(self, namespace: str | None, scope: Scope, receive: Receive) -> bytes:
+        """The body that SGLang is to read. Raises InvalidRequestError for what a tenant may not ask."""
+        path = scope["path"]
+        prompted = path in _PROMPTED
+        raw = await read_body(receive, None if prompted else MAX_TOKENIZED_BYTES)
+        # Not on the event loop: a body may have megabytes.
+        body, highest = await asyncio.to_thread(_parsed, path, raw)
+        if prompted:
+            # SGLang looks an id up as it is: one beyond the vocabulary ends the scheduler.
+            for name, token_id in highest.items():
+                check_ids([token_id], (await service_of(Request(scope))).engine.vocab_size, name)
+            body.pop("cache_salt", None)
+            body["extra_key"] = namespace
+        return await asyncio.to_thread(lambda: json.dumps(body).encode())
 
 
-def _rewritten(body: bytes, namespace: str | None) -> bytes:
-    """A prompt's body in a radix namespace. Raises InvalidRequestError for what a tenant may not ask."""
+def _parsed(path: str, raw: bytes) -> tuple[dict[str, Any], dict[str, int]]:
+    """The body and its highest token ids. Raises InvalidRequestError for one with what is not open to tenants."""
     try:
-        parsed = json.loads(body)
+        body = json.loads(raw)
     except (ValueError, RecursionError):
         raise InvalidRequestError("the body is not JSON that can be read") from None
-    if not isinstance(parsed, dict):
+    if not isinstance(body, dict):
         raise InvalidRequestError("the body must be a JSON object")
-    for name in _REFUSED_FIELDS:
-        if parsed.get(name) is not None:
-            raise InvalidRequestError(f"{name} is not open to tenants of this server; leave it out", param=name)
-    if any(name.startswith("cacheback") for params in _custom_params(parsed) for name in params):
-        raise InvalidRequestError(
-            "messages have endpoints of their own; leave out custom_params", param="custom_params"
-        )
-    parsed.pop("cache_salt", None)
-    parsed["extra_key"] = namespace
-    return json.dumps(parsed).encode()
-
-
-def _custom_params(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Wherever a request of SGLang's can carry them (``/generate``: one or a list of sampling_params)."""
-    sampling = body.get("sampling_params")
-    holders = [body, *(sampling if isinstance(sampling, list) else [sampling])]
-    found = (holder.get("custom_params") for holder in holders if isinstance(holder, dict))
-    return [params for params in found if isinstance(params, dict)]
+    fields.check(path, body)
+    return body, fields.highest_ids(body)

@@ -12,13 +12,13 @@ MAX_BODY_BYTES = 64 << 20
 
 
 class BodyTooLargeError(InvalidRequestError):
-    """The body exceeds MAX_BODY_BYTES."""
+    """The body is longer than it may be."""
 
     status = 413
     code = "body_too_large"
 
-    def __init__(self) -> None:
-        super().__init__(f"the body exceeds {MAX_BODY_BYTES} bytes; send less")
+    def __init__(self, most: int) -> None:
+        super().__init__(f"the body exceeds {most} bytes; send less")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,11 @@ class Read:
         return replay
 
 
-async def read(receive: Receive) -> Read:
-    """The body, as far as MAX_BODY_BYTES and the next message of it."""
+async def read(receive: Receive, most: int | None = None) -> Read:
+    """The body, as far as ``most`` bytes (MAX_BODY_BYTES) and the next message of it."""
+    most = MAX_BODY_BYTES if most is None else most
     body = bytearray()
-    while len(body) <= MAX_BODY_BYTES:
+    while len(body) <= most:
         message = await receive()
         if message["type"] != "http.request":
             return Read(bytes(body), complete=False, gone=True)
@@ -54,13 +55,14 @@ async def read(receive: Receive) -> Read:
     return Read(bytes(body), complete=False, gone=False)
 
 
-async def read_body(receive: Receive) -> bytes:
-    """The whole body; empty when the client has left. Raises BodyTooLargeError."""
-    found = await read(receive)
+async def read_body(receive: Receive, most: int | None = None) -> bytes:
+    """The whole body; empty when the client has left. Raises BodyTooLargeError beyond ``most`` (MAX_BODY_BYTES)."""
+    most = MAX_BODY_BYTES if most is None else most
+    found = await read(receive, most)
     if found.gone:
         return b""
-    if not found.complete or len(found.body) > MAX_BODY_BYTES:
-        raise BodyTooLargeError
+    if not found.complete or len(found.body) > most:
+        raise BodyTooLargeError(most)
     return found.body
 
 

@@ -56,17 +56,16 @@ def test_a_tenant_reads_its_own(database: Database) -> None:
     assert log.newest("c") == []
 
 
-def test_newest_by_sender_receiver_and_time(database: Database) -> None:
+def test_newest_of_all_or_of_a_sender(database: Database) -> None:
     log = AuditLog(database)
-    log.record([record(1), record(2, sender="snd_2"), record(3, receiver="coder"), record(4, receiver=None), record(5)])
-    assert numbers(log.newest("a")) == [5, 4, 3, 2, 1]
-    assert numbers(log.newest("a", limit=2)) == [5, 4]
-    assert numbers(log.newest("a", sender="snd_1", receiver="planner")) == [5, 1]
-    assert numbers(log.newest("a", sender="snd_1", since=3.0)) == [5, 4, 3]
+    log.record([record(1), record(2, sender="snd_2"), record(3, receiver="coder"), record(4, receiver=None)])
+    assert numbers(log.newest("a")) == [4, 3, 2, 1]
+    assert numbers(log.newest("a", limit=2)) == [4, 3]
+    assert numbers(log.newest("a", sender="snd_1")) == [4, 3, 1]
 
 
 def test_bounds_keep_the_newest(database: Database) -> None:
-    log = AuditLog(database, per_sender=3, per_tenant=5, total=7, sweep_every=1)
+    log = AuditLog(database, per_sender=3, total=7, tenant_share=0.75, sweep_every=1)
     for number in range(10):
         log.record([record(number)])
     assert numbers(log.newest("a")) == [9, 8, 7]
@@ -74,28 +73,60 @@ def test_bounds_keep_the_newest(database: Database) -> None:
         log.record([record(number, sender=f"snd_{number}")])
     assert numbers(log.newest("a")) == [15, 14, 13, 12, 11]
     log.record([record(number, tenant="b", sender=f"snd_{number}") for number in range(16, 20)])
-    assert numbers(log.newest("b")) == [19, 18, 17, 16]
+    assert numbers(log.newest("b")) == [19, 18, 17]
     assert numbers(log.newest("a")) == [15, 14, 13]
 
 
+def test_a_sender_has_no_more_than_its_tenant(database: Database) -> None:
+    log = AuditLog(database, total=10, tenant_share=0.5, sweep_every=1_000)
+    log.record([record(number) for number in range(20)])
+    assert numbers(log.newest("a")) == [19, 18, 17, 16, 15]
+
+
+def test_without_tenants_the_total_is_all_of_one(database: Database) -> None:
+    log = AuditLog(database, per_sender=1_000, total=60, sweep_every=1)
+    log.record([record(number, sender=f"snd_{number}") for number in range(80)])
+    assert len(log.newest("a")) == 60
+
+
 def test_bounds_hold_from_time_to_time_and_at_the_start(database: Database) -> None:
-    log = AuditLog(database, per_tenant=5, sweep_every=4)
-    log.record([record(number) for number in range(8)])
+    log = AuditLog(database, total=5, sweep_every=4)
+    log.record([record(number, sender=f"snd_{number}") for number in range(8)])
     assert len(log.newest("a")) == 5
     for number in range(8, 11):
-        log.record([record(number)])
+        log.record([record(number, sender=f"snd_{number}")])
     assert len(log.newest("a")) == 8
-    log.record([record(11)])
+    log.record([record(11, sender="snd_11")])
     assert numbers(log.newest("a")) == [11, 10, 9, 8, 7]
-    AuditLog(database, per_tenant=3).record([record(12, tenant="b")])
+    AuditLog(database, total=6, tenant_share=0.5).record([record(12, tenant="b")])
     assert len(log.newest("a")) == 3
 
 
 def test_one_tenant_cannot_push_out_anothers(database: Database) -> None:
-    log = AuditLog(database, per_sender=100, per_tenant=10, total=20, sweep_every=1)
+    log = AuditLog(database, total=20, tenant_share=0.5, sweep_every=1)
     log.record([record(number) for number in range(10)])
     log.record([record(number, tenant="b") for number in range(10, 60)])
     assert (len(log.newest("a")), len(log.newest("b"))) == (10, 10)
+
+
+def test_those_with_the_most_give_way(database: Database) -> None:
+    """However many tenants there are, and however large a share each may have."""
+    log = AuditLog(database, total=20, tenant_share=0.75, sweep_every=1)
+    log.record([record(number, tenant="old") for number in range(3)])
+    for turn in range(1, 6):
+        for tenant in ("b", "c"):
+            first = 100 * turn + (50 if tenant == "c" else 0)
+            log.record([record(number, tenant=tenant, sender=tenant) for number in range(first, first + 12)])
+    assert numbers(log.newest("old")) == [2, 1, 0]
+    assert [len(log.newest(tenant)) for tenant in ("b", "c")] == [8, 8]
+    assert numbers(log.newest("c"))[0] == 561
+
+
+def test_a_tenant_keeps_its_newest_however_many_there_are(database: Database) -> None:
+    log = AuditLog(database, total=2, tenant_share=0.1, sweep_every=1)
+    for number in range(6):
+        log.record([record(number, tenant=f"t{number % 3}")])
+    assert [numbers(log.newest(f"t{n}")) for n in range(3)] == [[3], [4], [5]]
 
 
 def test_recorded_all_or_none(database: Database) -> None:

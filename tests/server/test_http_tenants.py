@@ -183,6 +183,51 @@ def test_nobody_scores_or_pins_past_our_endpoints(tenants: TenantsServer, a: htt
         assert "pins are made with" in answer.json()["meta_info"]["cacheback"][0]["error"]
 
 
+def test_no_body_of_a_tenant_ends_the_server(a: httpx.Client, b: httpx.Client) -> None:
+    """Each of these ended the scheduler, or kept all others waiting."""
+    one: dict[str, Any] = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 1}}
+    sampling = [
+        {"n": 100_000_000},
+        {"stop_token_ids": [1 << 40], "min_new_tokens": 1},
+        {"top_k": 1 << 40},
+        {"logit_bias": {"5": 1e300}},
+        {"stop_regex": "(a+)+$"},
+    ]
+    refused: list[tuple[str, dict[str, Any]]] = [
+        ("/generate", {**one, "token_indices_to_pool": [1 << 40]}),
+        ("/generate", {**one, "positional_embed_overrides": {"embeds": []}}),
+        ("/generate", {**one, "input_ids": [1 << 40]}),
+        ("/generate", {**one, "return_logprob": True, "top_logprobs_num": 1 << 40}),
+        *(("/generate", {**one, "sampling_params": {"max_new_tokens": 1, **params}}) for params in sampling),
+        ("/v1/completions", {"prompt": "a", "n": 100_000_000}),
+        ("/v1/completions", {"prompt": [1 << 40]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "input_ids": [1 << 40]}),
+        ("/v1/tokenize", {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": 1}}),
+    ]
+    for path, body in refused:
+        answer = a.post(path, json=body)
+        assert answer.status_code == 400 and answer.json()["error"]["param"], (path, body)
+    for path, name in (("/v1/tokenize", "prompt"), ("/detokenize", "model")):
+        assert a.post(path, json={name: "a" * (1 << 20)}).status_code == 413
+    assert b.post("/generate", json=one).status_code == 200
+
+
+def test_ordinary_requests_of_tenants(a: httpx.Client) -> None:
+    chat = {"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "n": 2, "logprobs": True}
+    sampled = {"temperature": 0.5, "top_p": 0.9, "stop": ["b"], "stop_token_ids": [1], "seed": 1}
+    batch = {"text": ["a", "b"], "sampling_params": {"max_new_tokens": 1, "min_new_tokens": 1}, "return_logprob": True}
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/chat/completions", {**chat, **sampled, "top_logprobs": 2, "user": "me"}),
+        ("/v1/completions", {"model": "m", "prompt": ["a", "b"], "max_tokens": 1, **sampled, "logit_bias": {"5": 1}}),
+        ("/generate", {**batch, "top_logprobs_num": [1, 2]}),
+        ("/v1/tokenize", {"prompt": ["a", "b"], "add_special_tokens": False}),
+        ("/v1/detokenize", {"tokens": [5, 6]}),
+    ]
+    for path, body in asked:
+        answer = a.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+
+
 def test_killed_in_the_middle_of_registrations(tenants: TenantsServer) -> None:
     acknowledged: list[tuple[str, str]] = []
 
