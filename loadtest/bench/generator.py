@@ -65,7 +65,7 @@ def rate(url: str, mode: str, level: float, seconds: float) -> dict[str, float]:
         "requests_per_s": round(step["request_throughput"], 1),
         "cpu_ms_per_request": found["generator"]["cpu_ms_per_request"],
         "p99_latency_ms": step["p99_e2e_latency_ms"],
-        "p99_sent_late_ms": step["queue_ms"]["p99"],
+        "p99_sent_late_ms": step["sent_late_ms"]["p99"],
         "failed": step["failed"],
     }
 

@@ -16,11 +16,13 @@ COST = ServiceModel(fixed=0.02, per_row=1e-3, per_row_position=1e-6)
 READER = ReceiverCost(fixed=0.02, per_position=2e-3)
 
 
-def step(way: str, level: float, *, answering: bool = False, mode: str = "closed", failed: int = 0) -> dict[str, Any]:
-    """One step's summary: 40 requests whose latencies grow with the load."""
+def step(
+    way: str, level: float, *, answering: bool = False, mode: str = "closed", failed: int = 0, requests: int = 40
+) -> dict[str, Any]:
+    """One step's summary: requests whose latencies grow with the load."""
     draw = random.Random(f"{way}/{level}/{answering}")
     tally = Tally(Step(way, answering, mode, level), slo_ms=2_000)
-    for number in range(40):
+    for number in range(requests):
         seconds = SECONDS[way] * level**0.7 * draw.uniform(0.9, 1.4)
         end = seconds + (1.5 * level**0.5 if answering else 0.0)
         outcome = Outcome(
@@ -39,7 +41,7 @@ def step(way: str, level: float, *, answering: bool = False, mode: str = "closed
     for number in range(failed):
         tally.started += 1
         tally.add(Record(Planned(number, 0, number), 0, 0, 0.0, 0.001, 1.0, None, "503 server_overloaded"))
-    tally.seconds = 40 * SECONDS[way] / level**0.3
+    tally.seconds = requests * SECONDS[way] / level**0.3
     stages = {"cacheback_message_seconds": {"stage=score": {"count": 40, "mean": 0.15}}}
     return tally.summary() | {"server": stages if way == "message" else None}
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import random
+import signal
 import sys
 import zlib
 from collections.abc import AsyncIterator
@@ -33,6 +34,11 @@ class Settings:
     stall_after:  messages, then nothing is answered for ``stall`` seconds.
     fail_every:   every so many messages is refused with 503.
     forgetful:    senders are never in the cache.
+    radix:        the beginning that a prompt shares with one before it is in the cache.
+    room:         positions that a message is granted at most.
+    admin:        the only key that /server_info and /metrics take.
+    hang:         requests of a route (or of DELETE) that are answered before the next never is.
+    interrupt:    sends this process a Ctrl-C a second after one began to hang.
     """
 
     delay: tuple[float, float] = (0.0, 0.0)
@@ -43,6 +49,11 @@ class Settings:
     stall: float = 0.0
     fail_every: int = 0
     forgetful: bool = False
+    radix: bool = False
+    room: int = 1 << 30
+    admin: str | None = None
+    hang: dict[str, int] = field(default_factory=dict)
+    interrupt: bool = False
 
 
 @dataclass
@@ -50,6 +61,9 @@ class Stub:
     settings: Settings = field(default_factory=Settings)
     log: list[dict[str, Any]] = field(default_factory=list)
     senders: dict[str, list[int]] = field(default_factory=dict)
+    leases: list[float | None] = field(default_factory=list)
+    prompts: list[list[int]] = field(default_factory=list)
+    hung_at: float | None = None
 
     def __post_init__(self) -> None:
         self.apply(self.settings)
@@ -86,6 +100,24 @@ def words(text: str) -> list[int]:
     return [10 + zlib.crc32(word.encode()) % 50_000 for word in text.split()]
 
 
+@web.middleware
+async def doorkeeper(request: web.Request, handler: Any) -> web.StreamResponse:
+    stub, route = request.app[STUB], "DELETE" if request.method == "DELETE" else request.path
+    settings = stub.settings
+    if route in settings.hang:
+        settings.hang[route] -= 1
+        if settings.hang[route] < 0:
+            if stub.hung_at is None and settings.interrupt:
+                asyncio.get_running_loop().call_later(1.0, signal.raise_signal, signal.SIGINT)
+            stub.hung_at = stub.hung_at or now()
+            await asyncio.sleep(1e6)
+    operators = settings.admin is not None and route in ("/server_info", "/metrics")
+    if operators and request.headers.get("Authorization") != f"Bearer {settings.admin}":
+        return web.json_response({"error": {"message": "not open to tenants", "code": "not_found"}}, status=404)
+    response: web.StreamResponse = await handler(request)
+    return response
+
+
 async def tokenize(request: web.Request) -> web.Response:
     body = await request.json()
     return web.json_response({"tokens": [BOS] * body["add_special_tokens"] + words(body["prompt"])})
@@ -93,12 +125,20 @@ async def tokenize(request: web.Request) -> web.Response:
 
 async def register(request: web.Request) -> web.Response:
     stub = request.app[STUB]
-    ids = (await request.json())["input_ids"]
+    body = await request.json()
+    ids = body["input_ids"]
+    stub.leases.append(body.get("ttl"))
     name = "snd_" + hashlib.sha256(repr(ids).encode()).hexdigest()[:16]
     cached = len(ids) - 1 if name in stub.senders and not stub.settings.forgetful else 0
     stub.senders[name] = ids
     sender = {"object": "sender", "id": name, "positions": len(ids), "cached_positions": cached}
     return web.json_response(sender | {"fingerprint": "f", "created": 0.0})
+
+
+async def delete(request: web.Request) -> web.Response:
+    name = request.match_info["name"]
+    del request.app[STUB].senders[name]
+    return web.json_response({"object": "sender.deleted", "id": name})
 
 
 async def messages(request: web.Request) -> web.Response:
@@ -115,10 +155,13 @@ async def messages(request: web.Request) -> web.Response:
             error = {"message": "full", "type": "overloaded_error", "code": "server_overloaded"}
             return web.json_response({"error": error}, status=503, headers={"Retry-After": "1"})
         ids = stub.senders[request.match_info["name"]]
+        queued = now()
         async with stub.room:
+            begun = now()
             await asyncio.sleep(stub.draw.uniform(*settings.delay))
+        timings = {"queue_seconds": begun - queued, "engine_seconds": now() - begun, "total_seconds": now() - queued}
         data = [
-            message(request.match_info["name"], ids, index, query, body, settings)
+            message(request.match_info["name"], ids, index, query, body, settings) | {"timings": timings}
             for index, query in enumerate(body["queries"])
         ]
         return web.json_response({"object": "list", "data": data})
@@ -127,7 +170,8 @@ async def messages(request: web.Request) -> web.Response:
 def message(
     name: str, ids: list[int], index: int, query: str | list[int], body: Any, settings: Settings
 ) -> dict[str, Any]:
-    kept = min(body["budget"], len(ids)) if "budget" in body else math.ceil(len(ids) / body["ratio"])
+    asked = min(body["budget"], len(ids)) if "budget" in body else math.ceil(len(ids) / body["ratio"])
+    kept = asked if body.get("policy") == "fixed" else min(asked, settings.room)
     found = {
         "object": "message",
         "id": "msg",
@@ -138,7 +182,7 @@ def message(
         "query_positions": len(query if isinstance(query, list) else words(query)),
         "cached_positions": 0 if settings.forgetful else len(ids),
         "positions": list(range(kept)),
-        "grant": {"asked": kept, "granted": kept, "limit": "asked", "reason": ""},
+        "grant": {"asked": asked, "granted": kept, "limit": "asked" if kept == asked else "pool", "reason": ""},
     }
     if body["encoding"] == "text":
         return found | {"text": "word " * kept, "payload_bytes": 5 * kept}
@@ -166,8 +210,18 @@ async def generate(request: web.Request) -> web.StreamResponse:
 
 
 def longest_prefix(stub: Stub, ids: list[int]) -> int:
-    """Positions of a registered sender in front of ``ids``."""
+    """Positions of a registered sender in front of ``ids``; with ``radix``, of any prompt. The last is always new."""
+    if stub.settings.radix:
+        seen = [*stub.senders.values(), *stub.prompts]
+        stub.prompts.append(ids)
+        return min(len(ids) - 1, max((shared(known, ids) for known in seen), default=0))
     return max((len(known) for known in stub.senders.values() if ids[: len(known)] == known), default=0)
+
+
+def shared(one: list[int], other: list[int]) -> int:
+    """Leading positions that are equal."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
 def generated(ids: list[int], cached: int, count: int) -> dict[str, Any]:
@@ -214,7 +268,7 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def make_app(stub: Stub) -> web.Application:
-    app = web.Application(client_max_size=64 << 20)
+    app = web.Application(client_max_size=64 << 20, middlewares=[doorkeeper])
     app[STUB] = stub
     app.add_routes(
         [
@@ -223,6 +277,7 @@ async def make_app(stub: Stub) -> web.Application:
             web.get("/server_info", server_info),
             web.post("/v1/tokenize", tokenize),
             web.post("/v1/senders", register),
+            web.delete("/v1/senders/{name}", delete),
             web.post("/v1/senders/{name}/messages", messages),
             web.post("/generate", generate),
             web.post("/stub/settings", set_settings),

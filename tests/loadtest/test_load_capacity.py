@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from cb_loadtest.load.curve import CurveSetting, ReceiverCost, capacity_curve
-from cb_loadtest.load.search import Knee, KneeSearch, Probe, p99_with_failures
+from cb_loadtest.load import fitting
+from cb_loadtest.load.bench import Bench
+from cb_loadtest.load.curve import CurveSetting, ReceiverCost, calibrate, capacity_curve
+from cb_loadtest.load.search import Knee, KneeSearch, Probe, p99_with_failures, pace
 from cb_loadtest.load.service_model import Observation, fit_service_model
 from cb_loadtest.planning.fit import ServiceModel
 
@@ -63,6 +67,37 @@ def test_close_things_are_measured_three_times_and_clear_ones_once() -> None:
     assert 17 <= knee.level <= 23
     assert [server.asked.count(level) for level in (1.0, 2.0, 4.0, 8.0, 32.0)] == [1, 1, 1, 1, 1]
     assert server.asked.count(20.0) in (2, 3)
+
+
+@pytest.mark.parametrize(("others", "holds"), [([500.0, 500.0], True), ([500.0, 1_200.0], False)])
+def test_a_close_thing_is_decided_by_two_votes(others: list[float], holds: bool) -> None:
+    class Scripted(Server):
+        async def measure(self, level: float) -> Probe | None:
+            self.asked.append(level)
+            if level != 2.0:
+                return Probe(level, 500.0 if level < 2.0 else 5_000.0, 100, 0, level)
+            return Probe(level, [1_050.0, *others][self.asked.count(2.0) - 1], 100, 0, level)
+
+    server = Scripted(0.0)
+    assert search(server).level == (2.0 if holds else 1.0)
+    assert server.asked.count(2.0) == 3
+
+
+def test_a_rate_that_the_server_falls_behind_is_not_held() -> None:
+    class Behind(Server):
+        async def measure(self, level: float) -> Probe | None:
+            return Probe(level, 10.0, 100, 0, level, pace=min(1.0, 20.0 / level))
+
+    knee = search(Behind(0.0), whole=False)
+    assert knee.level is not None
+    assert 20.0 / 1.1 < knee.level <= 20.0 / 0.95
+
+
+def test_pace_is_the_rate_of_completions_over_that_of_arrivals() -> None:
+    steady = [(float(i), i + 3.0 + 0.5 * (i % 2)) for i in range(100)]
+    assert pace(steady) == pytest.approx(1.0)
+    assert pace([(float(i), 1.25 * i) for i in range(100)]) == pytest.approx(0.8)
+    assert pace(steady[:1]) == pace([]) == 1.0
 
 
 def test_the_ends_of_the_range_are_said() -> None:
@@ -188,6 +223,34 @@ def test_what_the_model_leaves_out_is_calibrated_at_the_knee() -> None:
     n = slower["receivers"]
     assert 2 * TRUTH.seconds(n * 20, 512) <= 1.0 < 2 * TRUTH.seconds((n + 1) * 20, 512)
     assert n < plain["receivers"]
+
+
+def test_answers_do_not_calibrate_what_a_message_costs() -> None:
+    assert calibrate(0.5, 750.0, answering=False) == (1.5, None)
+    assert calibrate(0.5, 400.0, answering=False) == (1.0, None)
+    for factor, why in (calibrate(0.5, 750.0, answering=True), calibrate(None, None, answering=False)):
+        assert factor == 1.0 and why
+    assert "answer" in (calibrate(0.5, 750.0, answering=True)[1] or "")
+
+
+@pytest.mark.parametrize("answering", [False, True])
+def test_the_curve_of_receivers_that_answer_is_not_calibrated(monkeypatch: pytest.MonkeyPatch, answering: bool) -> None:
+    async def measured(*_: object) -> list[Observation]:
+        return observed(TRUTH)
+
+    async def reader(*_: object) -> ReceiverCost:
+        return READER
+
+    monkeypatch.setattr(fitting, "observe", measured)
+    monkeypatch.setattr(fitting, "reader_cost", reader)
+    bench = cast(Bench, SimpleNamespace(content=SimpleNamespace(questions=[SimpleNamespace(prompt_length=20)])))
+    p99_ms = 3_000 * TRUTH.seconds(4 * 20, 1_024)
+    found = asyncio.run(
+        fitting.fitted_curve(bench, slo_ms=2_000.0, receivers=4, p99_ms=p99_ms, pool=None, answering=answering)
+    )
+    used = found["curve_setting"]
+    assert used["calibration"] == pytest.approx(1.0 if answering else 3.0)
+    assert (used["uncalibrated"] is not None) == answering
 
 
 def test_an_objective_that_one_call_misses_serves_nobody() -> None:

@@ -113,6 +113,13 @@ def test_unusable_arguments_say_what_to_give(tmp_path: Path, arguments: list[str
     assert complaint in result.output
 
 
+def test_more_receivers_than_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cb_loadtest.load.command.most_connections", lambda: 100)
+    result = run(tmp_path, "http://127.0.0.1:9", "--concurrency", "101")
+    assert result.exit_code == 2
+    assert "ulimit -n" in " ".join(result.output.replace("│", " ").split())
+
+
 def test_a_missing_workload_and_a_missing_server_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cb_loadtest.local_server.READY_SECONDS", 0.1)
     url = f"http://127.0.0.1:{free_port()}"

@@ -18,6 +18,7 @@ from cb_loadtest.load.live import Live
 from cb_loadtest.load.samples import Samples
 from cb_loadtest.load.schedule import Planned
 from cb_loadtest.load.server_metrics import changes, parse_metrics
+from cb_loadtest.load.summary import messages_per_s
 from cb_loadtest.load.tally import MAX_ERROR_KINDS, Record, Step, Tally
 
 
@@ -88,7 +89,7 @@ def test_a_step_adds_up() -> None:
     assert summary["time_to_message_ms"]["p50"] == pytest.approx(100.0)
     assert summary["mean_ttft_ms"] == pytest.approx(140.0)
     assert summary["mean_itl_ms"] == pytest.approx(20.0)
-    assert summary["queue_ms"]["p50"] == pytest.approx(20.0)
+    assert summary["sent_late_ms"]["p50"] == pytest.approx(20.0)
     # Two of five met the objective: a refused request is not a fast one.
     assert summary["request_goodput"] == pytest.approx(0.5)
     assert summary["slo_attainment"] == pytest.approx(0.4)
@@ -98,6 +99,14 @@ def test_a_step_adds_up() -> None:
     assert summary["grants"] == {"share": 3}
     assert summary["tenants"]["1"]["p50"] == pytest.approx(300.0)
     assert (summary["request_rate"], summary["max_concurrency"]) == (2.0, None)
+
+
+def test_a_step_in_which_nothing_ended_has_no_rate() -> None:
+    tally = Tally(Step("message", False, "closed", 4.0), 100.0)
+    assert messages_per_s([tally.summary()]) == {}
+    tally.add(record(0, 0.1))
+    tally.seconds = 0.5
+    assert messages_per_s([tally.summary()]) == {"message": {"4": 2.0}}
 
 
 def test_a_hit_may_miss_less_than_a_page() -> None:

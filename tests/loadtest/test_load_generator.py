@@ -118,6 +118,30 @@ def test_a_stop_ends_the_loop_at_once_and_cancels_what_is_on_its_way(kind: str) 
     assert len(server.ended) < len(server.sent)
 
 
+def test_a_stop_cuts_off_what_it_is_raced_with() -> None:
+    begun: list[str] = []
+
+    async def work(name: str, seconds: float) -> str:
+        begun.append(name)
+        await asyncio.sleep(seconds)
+        if name == "fails":
+            raise ZeroDivisionError
+        return name
+
+    async def main() -> float:
+        stop, loop = Stop(), asyncio.get_running_loop()
+        loop.call_later(3.0, stop.ask, "enough")
+        assert await stop.unless_asked(work("short", 1.0)) == "short"
+        with pytest.raises(ZeroDivisionError):
+            await stop.unless_asked(work("fails", 1.0))
+        assert await stop.unless_asked(work("long", 100.0)) is None
+        assert await stop.unless_asked(work("late", 0.0)) is None
+        return loop.time()
+
+    assert run_virtually(main) == pytest.approx(3.0)
+    assert begun == ["short", "fails", "long"]
+
+
 def test_an_error_of_the_generator_itself_is_raised_and_nothing_goes_on() -> None:
     ended: list[int] = []
 

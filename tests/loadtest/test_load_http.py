@@ -1,74 +1,17 @@
-"""Whole runs over HTTP against a stub with known delays, in virtual time: what is reported must be what was so.
-
-Client and stub share one event loop whose clock jumps, so latencies are the stub's delays and nothing else.
-"""
+"""Whole runs over HTTP against a stub with known delays, in virtual time: what is reported must be what was so."""
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from aiohttp import web
-from rich.console import Console
-from stub_server import Settings, Stub, make_app
-from virtual_time import run_virtually
+from load_run import Run, capacity, workload
+from stub_server import Settings, Stub
 
-from cb_loadtest.load.capacity import CapacityOptions, find_capacity
-from cb_loadtest.load.run import LoadOptions, measure_load
 from cb_loadtest.load.view import capacity_table, summary_table
-from cb_loadtest.load.workload import Workload
 from cb_sglang.errors import InvalidRequestError
-
-T = TypeVar("T")
-GRACE = 0.001
-
-
-def against(stub: Stub, work: Callable[[str], Awaitable[T]]) -> T:
-    """What ``work`` returns when it is given the address of ``stub``."""
-
-    async def main() -> T:
-        runner = web.AppRunner(await make_app(stub))
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            return await work(f"http://127.0.0.1:{runner.addresses[0][1]}")
-        finally:
-            await runner.cleanup()
-
-    return run_virtually(main, grace=GRACE)
-
-
-def workload(**changes: Any) -> Workload:
-    receivers = {"ratio": 8.0, "max_new_tokens": 4, **changes.pop("receivers", {})}
-    senders = {"count": 2, "positions": {"low": 64, "high": 96}, **changes.pop("senders", {})}
-    given = {"name": "test", "requests": 8, "warmup": 0, "senders": senders, "queries": {"count": 8}}
-    return Workload.model_validate({**given, "receivers": receivers, **changes})
-
-
-class Run:
-    """One measured run: its summary, its lines, and the stub that it met."""
-
-    def __init__(self, settings: Settings, chosen: Workload, level: float, mode: str = "closed", **more: Any) -> None:
-        self.stub = Stub(settings)
-        records = io.StringIO()
-        options = LoadOptions(chosen, mode, (level,), more.pop("ways", ("message",)), **more)
-        self.found = against(self.stub, lambda url: measure_load(options, url, Console(file=io.StringIO()), records))
-        self.lines = [json.loads(line) for line in records.getvalue().splitlines()]
-        json.dumps(self.found, allow_nan=False)
-
-    @property
-    def requests(self) -> list[dict[str, Any]]:
-        return [line for line in self.lines if line["kind"] == "request"]
-
-    @property
-    def step(self) -> dict[str, Any]:
-        (step,) = self.found["steps"]
-        return dict(step)
 
 
 @pytest.mark.parametrize(("mode", "level"), [("open", 60.0), ("closed", 8.0)])
@@ -88,7 +31,7 @@ def test_percentiles_are_those_of_the_server(mode: str, level: float) -> None:
 def test_a_stall_shows_in_every_request_that_was_due_meanwhile() -> None:
     run = Run(Settings(delay=(0.01, 0.01), stall_after=30, stall=2.0), workload(requests=160), 40.0, "open")
     assert run.step["completed"] == 160
-    assert run.step["queue_ms"]["max"] < 1.0  # every request was sent when it was due
+    assert run.step["sent_late_ms"]["max"] < 1.0  # every request was sent when it was due
     requests = sorted(run.requests, key=lambda line: line["due_s"])
     until = requests[29]["due_s"] + requests[29]["e2e_latency_ms"] / 1_000
     during = [line for line in requests[30:] if line["due_s"] < until - 0.02]
@@ -103,14 +46,14 @@ def test_the_three_ways_in_one_run() -> None:
     run = Run(
         Settings(delay=(0.01, 0.01), token=0.002, prefill=0.0001),
         workload(receivers={"answers": "both"}, baseline_share=0.5, senders={"count": 1}),
-        4.0,
+        2.0,
         ways=("message", "text_report", "full_context"),
     )
     found = run.found
     steps = {(step["way"], step["answering"]): step for step in found["steps"]}
     ways = ("message", "text_report", "full_context")
     assert [steps[way, False]["completed"] for way in ways] == [8, 4, 4]
-    assert found["messages_per_s"] == {way: {"4": steps[way, False]["messages_per_s"]} for way in ways}
+    assert found["messages_per_s"] == {way: {"2": steps[way, False]["messages_per_s"]} for way in ways}
     message, report, context = (steps[way, True] for way in ways)
     sender, kept = message["mean_sender_positions"], message["mean_kept_positions"]
     assert kept == report["mean_kept_positions"] == -(-sender // 8)
@@ -137,6 +80,66 @@ def report_words(run: Run) -> float:
     """Mean tokens of what asks for a report."""
     step = next(step for step in run.found["steps"] if (step["way"], step["answering"]) == ("text_report", False))
     return float(step["total_input_tokens"] / step["completed"] - step["mean_sender_positions"])
+
+
+@pytest.mark.parametrize("encoding", ["token_ids", "text"])
+def test_receivers_of_all_ways_read_prompts_that_are_not_in_the_cache(encoding: str) -> None:
+    one = {"senders": {"count": 1}, "queries": {"count": 1}, "baseline_share": 1.0}
+    chosen = workload(receivers={"answers": "on", "encoding": encoding}, **one)
+    run = Run(Settings(radix=True), chosen, 2.0, ways=("message", "text_report", "full_context"))
+    for step in run.found["steps"]:
+        assert (step["completed"], step["receiver_cached_tokens"] < 4) == (8, True)
+    assert all(line["receiver_cached_tokens"] < 6 for line in run.requests)
+    assert run.found["cache"]["warm_full_contexts"] == 0
+
+
+def test_a_second_run_finds_no_full_context_in_the_cache() -> None:
+    stub = Stub(Settings(radix=True))
+    runs = [Run(stub, workload(baseline_share=1.0), 2.0, ways=("message", "full_context")) for _ in range(2)]
+    assert runs[0].found["workload_digest"] == runs[1].found["workload_digest"]
+    for run in runs:
+        cache = run.found["cache"]
+        assert (cache["verified"], cache["warm_full_contexts"]) == (True, 0)
+
+
+def test_full_contexts_in_the_cache_are_no_verified_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cb_loadtest.load.bench.secrets.token_hex", lambda _: "the same")
+    stub = Stub(Settings(radix=True))
+    chosen = workload(senders={"count": 1}, baseline_share=1.0)
+    cache = [Run(stub, chosen, 2.0, ways=("message", "full_context")).found["cache"] for _ in range(2)][1]
+    assert (cache["verified"], cache["misses"], cache["warm_full_contexts"]) == (False, 0, 8)
+
+
+def test_the_servers_own_times_are_not_the_generators_lateness() -> None:
+    run = Run(Settings(delay=(0.1, 0.1), concurrency=1), workload(requests=8), 2.0)
+    assert run.step["server_engine_ms"]["p50"] == pytest.approx(100.0, abs=1.0)
+    assert run.step["server_queue_ms"]["p50"] == pytest.approx(100.0, abs=2.0)
+    assert run.step["sent_late_ms"]["max"] < 1.0
+    assert {round(line["server_engine_ms"]) for line in run.requests} == {100}
+
+
+@pytest.mark.parametrize(("policy", "problems"), [(None, 1), ("fixed", 0)])
+def test_messages_that_were_granted_less_than_reports_have_are_a_problem(policy: str | None, problems: int) -> None:
+    chosen = workload(senders={"positions": {"low": 64, "high": 64}}, receivers={"policy": policy})
+    found = Run(Settings(room=6), chosen, 2.0, ways=("message", "text_report")).found
+    assert len(found["problems"]) == problems
+    assert all("6 positions and text reports 8" in line for line in found["problems"])
+
+
+def test_a_server_that_does_not_tell_an_operators_secrets_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CB_SGLANG_API_KEYS", "key-a")
+    found = Run(Settings(admin="key-admin"), workload(), 2.0).found
+    assert [line.partition(" ")[0] for line in found["problems"]] == ["/server_info", "/metrics"]
+    assert (found["cache"]["verified"], found["cache"]["misses"]) == (None, None)
+    assert found["steps"][0]["verified_hits"] is None
+    assert summary_table(found).caption is not None
+
+    monkeypatch.setenv("CB_SGLANG_ADMIN_KEY", "key-admin")
+    run = Run(Settings(admin="key-admin"), workload(), 2.0)
+    assert (run.found["problems"], run.found["cache"]["verified"]) == ([], True)
+    assert run.step["server"] is not None
+    assert {entry["key"] for entry in run.stub.log} == {"key-a"}
+    assert "key-admin" not in json.dumps([run.found, run.lines])
 
 
 def test_text_messages_reach_receivers_as_text() -> None:
@@ -202,12 +205,13 @@ def test_chats_are_measured_beside_the_load_and_alone() -> None:
     assert run.step["chat_itl_ms"]["p50"] == pytest.approx(5.0, abs=0.2)
 
 
-def capacity(settings: Settings, **changes: Any) -> dict[str, Any]:
-    settings.prefill = 1e-4
-    chosen = workload(senders={"count": 1, "positions": {"low": 64, "high": 64}})
-    given = {"mode": "closed", "slo_ms": 130.0, "highest": 64.0, "requests": 24, **changes}
-    options = CapacityOptions(chosen, **given)
-    return against(Stub(settings), lambda url: find_capacity(options, url, Console(file=io.StringIO())))
+def test_gaps_of_chats_are_split_between_rounds() -> None:
+    chosen = workload(chats={"concurrency": 1, "max_new_tokens": 8}, requests=8, rounds=2)
+    gaps = Run(Settings(token=3.0, delay=(1.0, 1.0)), chosen, 1.0).step["chat_itl_ms"]
+    # Rounds from 0 to 4 s and from 4 to 8 s; the tokens come at 3 s and 6 s.
+    assert gaps["n"] == 3
+    assert gaps["max"] == pytest.approx(2_000.0, abs=50.0)
+    assert gaps["mean"] * 3 == pytest.approx(5_000.0, abs=50.0)
 
 
 def test_capacity_finds_the_knee_of_a_server_with_four_places() -> None:
@@ -225,11 +229,35 @@ def test_capacity_finds_the_knee_of_a_server_with_four_places() -> None:
     json.dumps(found, allow_nan=False)
 
 
-def test_capacity_of_an_open_loop_is_a_rate() -> None:
-    found = capacity(Settings(delay=(0.05, 0.05), concurrency=1), mode="open", slo_ms=400.0, requests=40, seconds=60)
-    # One place that takes 50 ms serves 20 a second; short probes let a queue grow a little beyond.
-    assert 8.0 < found["knee"]["level"] < 30.0
+def test_capacity_of_an_open_loop_is_the_rate_that_the_server_keeps_up_with() -> None:
+    # One place that takes 200 ms serves 5 a second. In 20 s the backlog of a third more misses no objective of 8 s.
+    settings = Settings(delay=(0.2, 0.2), concurrency=1)
+    found = capacity(settings, mode="open", slo_ms=8_000.0, requests=1, seconds=20.0)
+    assert 4.2 < found["knee"]["level"] < 5.4
     assert found["knee"]["ended"] == "found"
+    for probe in found["probes"]:
+        assert probe["requests"] == pytest.approx(20 * probe["level"], abs=8 + 0.3 * 20 * probe["level"])
+        assert probe["pace"] < 0.95 or probe["level"] < 5.7
+
+
+def test_a_probe_at_a_low_rate_waits_for_requests() -> None:
+    found = capacity(Settings(delay=(0.05, 0.05)), mode="open", highest=0.1, seconds=1.0)
+    assert (found["knee"]["level"], found["knee"]["ended"]) == (0.1, "the largest load allowed still holds")
+    assert found["probes"][0]["requests"] > 3
+
+
+def test_capacity_runs_the_chats_of_its_workload() -> None:
+    stub = Stub(Settings(delay=(0.05, 0.05), token=0.005))
+    found = capacity(stub, workload={"chats": {"concurrency": 2, "max_new_tokens": 8}}, highest=2.0)
+    assert found["chats"]["alone_itl_ms"]["n"] == 2 * 7
+    assert sum(entry["kind"] == "stream" for entry in stub.log) > 2
+
+
+def test_the_fit_reads_prompts_that_no_run_before_has_left_in_the_cache() -> None:
+    stub = Stub(Settings(delay=(0.05, 0.05), radix=True))
+    first, second = (capacity(stub, highest=1.0)["service_model"]["reader_per_position"] for _ in range(2))
+    assert first == pytest.approx(1e-4, rel=0.3)
+    assert second == pytest.approx(first, rel=0.3)
 
 
 def test_capacity_that_is_out_of_time_keeps_what_it_found() -> None:

@@ -90,9 +90,19 @@ def test_latency_lines_are_the_measured_percentiles() -> None:
     steps = [step for step in run.steps if step.way == "message" and not step.answering]
     assert list(solid.get_xdata()) == [1.0, 4.0, 16.0]
     assert list(solid.get_ydata()) == [step.time_to_message_ms.p50 for step in steps]
-    assert list(dotted.get_ydata()) == [step.time_to_message_ms.p99 for step in steps]
-    assert len(message.lines) == len(answer.lines) == 6  # three ways, two percentiles each
+    assert list(dotted.get_ydata()) == [step.time_to_message_ms.max for step in steps]  # of 40 requests
+    assert len(message.lines) == len(answer.lines) == 9  # three ways, two percentiles and the maxima each
     assert message.get_yscale() == "log"
+
+
+def test_a_p99_is_drawn_from_a_hundred_requests_on() -> None:
+    for requests, shown, labels in ((99, "max", 4), (100, "p99", 3)):
+        run = run_of(steps=[load_results.step("message", 1.0, requests=requests)])
+        figure = latency_figure(run)
+        assert figure is not None
+        _, dotted, *hollow = figure.axes[0].lines
+        assert list(dotted.get_ydata()) == [getattr(run.steps[0].time_to_message_ms, shown)]
+        assert len(hollow) == (shown == "max") and len(figure.legends[0].get_texts()) == labels
 
 
 def test_throughput_shows_every_way_in_its_colour() -> None:
@@ -117,6 +127,14 @@ def test_capacity_shows_search_and_curve() -> None:
     searched_only = capacity_figure(capacity_of(curve=[], service_model=None))
     assert searched_only is not None and len(searched_only.axes) == 1
     assert capacity_figure(capacity_of(curve=[], probes=[])) is None
+
+
+def test_a_load_that_fell_behind_was_not_held() -> None:
+    probes = [{"level": 2.0, "p99_ms": 30.0, "requests": 100, "failed": 0, "pace": pace} for pace in (0.99, 0.5)]
+    figure = capacity_figure(capacity_of(probes=probes))
+    assert figure is not None
+    counts = {str(line.get_label()): len(line.get_xdata()) for line in figure.axes[0].lines}
+    assert counts["probe, objective held"] == counts["probe, fell behind"] == 1
 
 
 def test_figures_without_data_are_left_out() -> None:
@@ -214,10 +232,119 @@ def test_what_went_wrong_is_said_first() -> None:
         cache={"verified": False, "misses": 3},
     )
     text = Page(draw_report(run).html).text
+    search = capacity_of(stopped="interrupted", problems=["the fit failed"])
+    whole = Page(draw_report(run_of(), search).html).text
+    assert "capacity ended early: interrupted" in whole and "the fit failed" in whole
     before = text[: text.index("Latency against load")]
     for said in ("the server is gone", "3 misses", "7 requests failed", "priming failed"):
         assert said in before
     assert "503 server_overloaded 7" in text
+
+
+def rows_of(html: str, title: str) -> list[dict[str, str]]:
+    """The rows of the table under ``title``, by their headings."""
+    part = html[html.index(f"<h2>{title}</h2>") :].partition("</section>")[0]
+    headings = re.findall("<th scope[^>]*>(.*?)</th>", part)
+    rows = [re.findall("<td>(.*?)</td>", row) for row in re.findall("<tr>(.*?)</tr>", part)]
+    return [dict(zip(headings, row, strict=True)) for row in rows if row]
+
+
+TIMES = {"mean": 5.0, "max": 9.9, "p50": 5.0, "p90": 9.0, "p95": 9.5, "p99": 9.8}
+
+
+def test_percentiles_of_too_few_samples_are_shown_as_their_maximum() -> None:
+    for n, shown in ((9, 1), (10, 2), (20, 3), (100, 4)):
+        step = load_results.step("message", 1.0) | {"time_to_message_ms": TIMES | {"n": n}}
+        row = rows_of(draw_report(run_of(steps=[step])).html, "Times of the steps")[0]
+        found = [row[name] for name in ("p50", "p90", "p95", "p99")]
+        assert found == ["5", "9", "9.5", "9.8"][:shown] + ["max 9.9"] * (4 - shown)
+        assert (row["time in ms"], row["n"]) == ("to the message", str(n))
+
+
+def test_the_servers_queue_and_the_generators_lateness_have_their_own_names() -> None:
+    step = load_results.step("message", 1.0)
+    for late in ("queue_ms", "sent_late_ms"):
+        step.pop(late, None)
+    nothing = dict.fromkeys(TIMES) | {"n": 0}
+    for late in ("queue_ms", "sent_late_ms"):
+        given = step | {late: TIMES | {"n": 40, "p50": 1.25}, "server_queue_ms": TIMES | {"n": 40, "p50": 2.5}}
+        rows = rows_of(draw_report(run_of(steps=[given | {"server_engine_ms": nothing}])).html, "Times of the steps")
+        p50 = {row["time in ms"]: row["p50"] for row in rows}
+        assert p50["sent late by the generator"] == "1.25" and p50["in the server&#x27;s queue"] == "2.5"
+        assert not any("engine" in what for what in p50)
+
+
+def test_an_interrupted_step_is_seen() -> None:
+    cut = load_results.step("message", 16.0) | {"cut_off": 12, "receiver_cached_tokens": 33.0}
+    html = draw_report(run_of(steps=[load_results.step("message", 1.0), cut])).html
+    assert [row["cut off"] for row in rows_of(html, "Steps")] == ["0", "12"]
+    assert [row["cached at the receiver"] for row in rows_of(html, "Steps")] == ["-", "33"]
+    assert "12 requests were cut off" in html
+
+
+@pytest.mark.parametrize(
+    ("ways", "cache", "said"),
+    [
+        (["full_context"], {"verified": False, "misses": 0}, None),
+        (["message"], {"verified": True, "misses": 0}, None),
+        (["message"], {"verified": False, "misses": 2}, "(2 misses)"),
+        (["message"], {"verified": None, "misses": None}, "page size"),
+        (["message"], {"verified": True, "misses": 0, "warm_full_contexts": 3}, "3 full contexts were found"),
+    ],
+)
+def test_the_cache_is_complained_of_only_with_a_reason(
+    ways: list[str], cache: dict[str, Any], said: str | None
+) -> None:
+    html = draw_report(run_of(steps=[load_results.step(way, 1.0) for way in ways], cache=cache)).html
+    complaints = re.findall('<p class="bad">(.*?)</p>', html)
+    assert [said in complaint for complaint in complaints if said] == [True] * (said is not None)
+    assert bool(complaints) == (said is not None)
+
+
+def test_a_way_that_completed_nothing_is_named() -> None:
+    steps = [load_results.step("message", 1.0), load_results.step("text_report", 1.0, requests=0)]
+    assert "No text report was completed." in Page(draw_report(run_of(steps=steps)).html).text
+
+
+@pytest.mark.parametrize(
+    ("reports", "said"),
+    [(129.0, "text reports of as many tokens"), (140.0, "text reports (up to 9% longer or shorter than messages)")],
+)
+def test_reports_are_as_long_as_messages_only_where_they_are(reports: float, said: str) -> None:
+    steps = [load_results.step(way, level) for level in (1.0, 4.0) for way in ("message", "text_report")]
+    steps[-1]["mean_kept_positions"] = reports
+    steps.append(load_results.step("text_report", 16.0, requests=0))  # cut off: it kept nothing
+    assert said in Page(draw_report(run_of(steps=steps)).html).text
+    assert "text reports;" in Page(draw_report(run_of(steps=[steps[0], steps[3]])).html).text  # at different loads
+
+
+def test_chats_are_shown_alone_and_under_load() -> None:
+    loaded = load_results.step("message", 4.0) | {"chat_itl_ms": TIMES | {"n": 200, "p99": 80.0}}
+    chats = {"alone_itl_ms": TIMES | {"n": 100}, "errors": {"503 server_overloaded": 2}}
+    html = draw_report(run_of(steps=[loaded], chats=chats)).html
+    rows = rows_of(html, "Chats beside the load")
+    assert [(row["beside"], row["p99"]) for row in rows] == [("no load", "9.8"), ("message, 4 receivers", "80")]
+    assert "503 server_overloaded 2" in html
+    assert "Chats beside" not in draw_report(run_of()).html
+
+
+def test_the_fitted_costs_are_shown_with_units() -> None:
+    cost = {"fixed": 0.02, "per_row": 1e-4, "per_row_position": 3e-8, "reader_fixed": 0.01, "reader_per_position": 2e-4}
+    fit = {"median_relative_error": 0.021, "max_relative_error": 0.5, "batch_effect": {"1": 1.0, "16": 0.25}}
+    why = {"calibration": 1.0, "uncalibrated": "receivers answer"}
+    found = capacity_of(service_model=cost | fit, curve_setting=why)
+    text = Page(draw_report(run_of(), found).html).text
+    for said in (
+        "20 ms",
+        "100 µs",
+        "30 ns",
+        "10 ms, and 200 µs a position",
+        "2.1% in the median, 50.0% at most",
+        "a message among 16 in one call25% of the time of one alone",
+        "1 (receivers answer)",
+    ):
+        assert said in text
+    assert "What a message costs" not in draw_report(run_of(), capacity_of(service_model=None)).html
 
 
 def test_names_from_files_are_text_only() -> None:

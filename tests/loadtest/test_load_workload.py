@@ -8,7 +8,9 @@ from itertools import islice, pairwise
 import pytest
 
 from cb_loadtest.load.content import draw_length
+from cb_loadtest.load.run import requests_of
 from cb_loadtest.load.schedule import Planned, plan
+from cb_loadtest.load.tally import Step
 from cb_loadtest.load.workload import (
     Lengths,
     Queries,
@@ -96,6 +98,14 @@ def test_arrivals_are_a_poisson_process_of_the_rate() -> None:
     deviation = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
     assert mean == pytest.approx(0.2, rel=0.03)
     assert deviation == pytest.approx(0.2, rel=0.05)  # exponential: as large as the mean
+
+
+@pytest.mark.parametrize(
+    ("level", "rounds", "each"), [(1.0, 2, 2), (4.0, 2, 4), (16.0, 2, 16), (16.0, 1, 32), (16.0, 4, 16)]
+)
+def test_every_receiver_asks_at_least_twice(level: float, rounds: int, each: int) -> None:
+    chosen = load_workload("one_sender").model_copy(update={"rounds": rounds})
+    assert requests_of(chosen, Step("text_report", False, "closed", level)) == each
 
 
 def test_new_questions_come_before_any_is_asked_as_new_again() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from cb_loadtest.planning.hardware import GPUS, Hardware, HardwareError, parse_gpu
-from cb_loadtest.planning.model import ModelShape, ShapeError, built_in_names, load_shape, shape_from_config
+from cb_loadtest.planning.model import ModelShape, built_in_names, load_shape, shape_from_config
+from cb_sglang.errors import InvalidRequestError
 
 LLAMA: dict[str, Any] = {
     "hidden_size": 2048,
@@ -65,8 +66,9 @@ def test_only_full_attention_layers_are_scored() -> None:
     assert (listed.full_layers, listed.window) == (8, 1024)
     unused = shape_from_config({**LLAMA, "sliding_window": 1024, "use_sliding_window": False}, "unused")
     assert (unused.full_layers, unused.window) == (16, 0)
-    everywhere = shape_from_config({**LLAMA, "sliding_window": 4096}, "everywhere")
-    assert (everywhere.full_layers, everywhere.window) == (0, 4096)
+    # Without kinds of layers SGLang attends to everything, as with Mistral 7B.
+    unsaid = shape_from_config({**LLAMA, "sliding_window": 4096}, "unsaid")
+    assert (unsaid.full_layers, unsaid.window) == (16, 0)
 
 
 def test_defaults_and_text_config() -> None:
@@ -76,6 +78,11 @@ def test_defaults_and_text_config() -> None:
     assert shape_from_config({**LLAMA, "dtype": "float32"}, "llama").kv_bytes_per_position == (
         2 * plain.kv_bytes_per_position
     )
+
+
+def test_the_context_is_as_long_as_the_server_takes_it() -> None:
+    stretched = shape_from_config({**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "stretched")
+    assert stretched.context_length == 4 * 131072
 
 
 def test_experts_are_read_when_somebody_chose_them() -> None:
@@ -97,30 +104,33 @@ def test_config_from_a_file_and_from_its_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"num_hidden_layers": None}, "no num_hidden_layers"),
+        ({"num_hidden_layers": None}, "num_hidden_layers"),
         ({"num_hidden_layers": 10**9}, "whole number from 1 to 4096"),
         ({"hidden_size": True}, "hidden_size"),
         ({"hidden_size": -1}, "hidden_size"),
         ({"num_key_value_heads": 5}, "do not divide"),
-        ({"kv_lora_rank": 512}, "MLA"),
+        ({"kv_lora_rank": 512}, "latent"),
+        ({"full_attention_interval": 4}, "linear"),
+        ({"mamba_d_state": 16}, "linear"),
+        ({"layer_types": ["sliding_attention", "full_attention"] * 8}, "sliding_window"),
         ({"dtype": "int8"}, "int8"),
         ({"num_experts": 4, "num_experts_per_tok": 8}, "num_experts_per_tok"),
         ({"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0]}, "dense MLPs"),
-        ({"text_config": 3}, "text_config"),
+        ({"intermediate_size": None}, "no intermediate_size"),
     ],
 )
 def test_configs_that_cannot_be_planned(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(ShapeError, match=said):
+    with pytest.raises(InvalidRequestError, match=said):
         shape_from_config({**LLAMA, **change}, "broken")
 
 
-@pytest.mark.parametrize(("content", "said"), [("{", "no JSON"), ("[]", "JSON object")])
+@pytest.mark.parametrize(("content", "said"), [("{", "not JSON"), ("[]", "JSON object")])
 def test_files_that_are_no_config(tmp_path: Path, content: str, said: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(content)
-    with pytest.raises(ShapeError, match=said):
+    with pytest.raises(InvalidRequestError, match=said):
         load_shape(str(path))
-    with pytest.raises(ShapeError, match="Qwen3-8B"):
+    with pytest.raises(InvalidRequestError, match="Qwen3-8B"):
         load_shape(str(tmp_path / "absent.json"))
 
 

@@ -69,7 +69,6 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.free + sum(self.reserved) + sum(LENGTHS[sender] for sender in inside) == POOL
         resting = [sender for sender in inside if not self.users[sender]]
         assert self.pool.evictable == sum(LENGTHS[sender] for sender in resting if sender not in PINNED)
-        assert self.pool.pinned_resting == sum(LENGTHS[sender] for sender in resting if sender in PINNED)
 
 
 TestPool = PoolMachine.TestCase

@@ -74,7 +74,9 @@ def test_blocks_do_not_change_the_numbers(monkeypatch: pytest.MonkeyPatch) -> No
     values, documents = [0.1, 0.7, 0.3, 0.9, 0.2], [0, 0, 1, 2, 2]
     whole = estimate(values, documents, seed=5)
     monkeypatch.setattr("cb_loadtest.stats._CHUNK_NUMBERS", 7)
-    assert estimate(values, documents, seed=5) == whole
+    found = estimate(values, documents, seed=5)
+    # Sums of other shapes round otherwise, on some processors.
+    assert (found.by_case, found.by_document) == (pytest.approx(whole.by_case), pytest.approx(whole.by_document))
 
 
 def test_paired_differences() -> None:

@@ -3,45 +3,59 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
+from cb_loadtest.load.bench import Bench
 from cb_loadtest.load.calls import generate_stream_body
-from cb_loadtest.load.content import Content
 from cb_loadtest.load.generator import Stop
 from cb_loadtest.load.samples import Samples
-from cb_loadtest.load.transport import Link
-from cb_loadtest.load.workload import Chats
+from cb_loadtest.load.transport import TokenTimes
 from cb_sglang.errors import CacheBackError
 
 _PAUSE_AFTER_FAILURE = 0.5
 
 
 class ChatTraffic:
-    """Keeps ``chats.concurrency`` streams going while ``running``; ``gaps`` collects their inter-token latencies.
+    """Keeps the workload's chats streaming on the first link while ``running``, if it has any.
 
     ``alone`` are the latencies before any load, to compare with. Failed chats are counted by code, not raised.
     """
 
-    def __init__(self, link: Link, chats: Chats, content: Content, seed: int, stop: Stop) -> None:
+    def __init__(self, bench: Bench, stop: Stop) -> None:
         self.alone = Samples()
         self.errors: Counter[str] = Counter()
         self._gaps: Samples | None = None
-        self._link, self._chats, self._content, self._stop = link, chats, content, stop
-        self._draw = random.Random(f"chats/{seed}")
+        self._since = 0.0
+        self._open: set[TokenTimes] = set()
+        self._link, self._chats, self._content, self._stop = bench.links[0], bench.workload.chats, bench.content, stop
+        self._draw = bench.fresh("chats")
 
     def measure_into(self, gaps: Samples | None) -> None:
-        """Where latencies go from now on; None leaves them out."""
-        self._gaps = gaps
+        """Where inter-token latencies go from now on; None leaves them out.
+
+        A gap is split where it is: what of it lies before counts there, the rest counts from now.
+        """
+        now = asyncio.get_running_loop().time()
+        for times in self._open:
+            if times.completion_tokens:
+                self._add(now - times.last)
+        self._gaps, self._since = gaps, now
+
+    def report(self) -> dict[str, Any] | None:
+        """Latencies without load and failed chats by code; None where there are no chats."""
+        if not self._chats.concurrency:
+            return None
+        return {"alone_itl_ms": self.alone.milliseconds(), "errors": dict(self.errors)}
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Chats while the context lasts; before it begins, one of each alone."""
         count = self._chats.concurrency
         self.measure_into(self.alone)
-        await asyncio.gather(*(self._chat() for _ in range(count)))
+        await self._stop.unless_asked(asyncio.gather(*(self._chat() for _ in range(count))))
         self.measure_into(None)
         tasks = [asyncio.create_task(self._forever()) for _ in range(count)]
         try:
@@ -58,12 +72,16 @@ class ChatTraffic:
     async def _chat(self) -> None:
         words = self._draw.choices(self._content.words, k=self._chats.prompt_positions)
         prompt = ",".join(map(str, [*self._content.bos, *words]))
+        times = TokenTimes()
+        self._open.add(times)
         try:
-            await self._link.stream(generate_stream_body(prompt, self._chats.max_new_tokens), self._add)
+            await self._link.stream(generate_stream_body(prompt, self._chats.max_new_tokens), self._add, times)
         except CacheBackError as error:
             self.errors[f"{error.status} {error.code}"] += 1
             await self._stop.within(_PAUSE_AFTER_FAILURE)
+        finally:
+            self._open.discard(times)
 
     def _add(self, gap: float) -> None:
         if self._gaps is not None:
-            self._gaps.add(gap)
+            self._gaps.add(min(gap, asyncio.get_running_loop().time() - self._since))

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import random
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from cb_loadtest.load.calls import WAYS, Ask, prefill
-from cb_loadtest.load.content import Content, SenderText, prepare
+from cb_loadtest.load.content import NOTHING, Content, SenderText, prepare
 from cb_loadtest.load.generator import Stop, closed_loop, open_loop
 from cb_loadtest.load.schedule import Planned
 from cb_loadtest.load.tally import Record, Step, Tally
-from cb_loadtest.load.transport import Link, open_session
+from cb_loadtest.load.transport import Link, OpenFilesError, most_connections, open_session
 from cb_loadtest.load.workload import Workload, WorkloadError
 from cb_sglang.client import APIConnectionError, APITimeoutError, calls
 from cb_sglang.errors import CacheBackError
+from cb_sglang.wire import Sender
 
 UNREACHABLE_AFTER = 32
 """So many requests in a row without a connection, and the server is taken for gone."""
 
 _PAUSE_UNREACHABLE = 0.1
 _PRIMED_AT_ONCE = 8
+_SENDER_TTL = 3_600.0  # renewed by every query; senders of a run that was killed end by it
+_FORGET_SECONDS = 5.0
 
 
 @dataclass(slots=True)
@@ -36,10 +40,16 @@ class Primed:
 
 
 class Bench:
-    """Makes requests and counts what they cost the generator. ``links`` holds one for each tenant."""
+    """Makes requests and counts what they cost the generator.
 
-    def __init__(self, links: Sequence[Link], workload: Workload, content: Content, *, seed: int, stop: Stop) -> None:
+    ``links`` holds one for each tenant; ``admin`` reads what is the operator's.
+    """
+
+    def __init__(
+        self, links: Sequence[Link], admin: Link, workload: Workload, content: Content, *, seed: int, stop: Stop
+    ) -> None:
         self.links = links
+        self.admin = admin
         self.workload = workload
         self.content = content
         self.primed = Primed()
@@ -47,8 +57,28 @@ class Bench:
         self.requests = 0
         self._seed = seed
         self._stop = stop
+        self._nonce = secrets.token_hex(8)
         self._ids: dict[int, str] = {}
+        self._registered: dict[str, Link] = {}
         self._lost = 0
+
+    def fresh(self, label: str) -> random.Random:
+        """Draws for what no run before may have put into the cache; nothing of the plan or its digest."""
+        return random.Random(f"{label}/{self._seed}/{self._nonce}")
+
+    async def register(self, link: Link, ids: Sequence[int]) -> Sender:
+        """A sender that is deleted when the bench is left. Raises the client's errors."""
+        registered = await link.run(calls.create_sender(input_ids=ids, ttl=_SENDER_TTL))
+        self._registered[registered.id] = link
+        return registered
+
+    async def forget(self) -> None:
+        """Delete the registered senders as far as the server does it in time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_FORGET_SECONDS):
+                for name, link in self._registered.items():
+                    with suppress(CacheBackError):
+                        await link.run(calls.delete_sender(name))
 
     async def prime(self, way: str) -> None:
         """Put the senders into the cache where ``way`` reads them from. Raises the client's errors."""
@@ -58,8 +88,14 @@ class Bench:
             async with room:
                 await self._prime_sender(way, number, sender)
 
-        if way != "full_context":
-            await asyncio.gather(*(one(number, sender) for number, sender in enumerate(self.content.senders)))
+        if way == "full_context":
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number, sender in enumerate(self.content.senders):
+                    group.create_task(one(number, sender))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
 
     async def _prime_sender(self, way: str, number: int, sender: SenderText) -> None:
         link = self.links[sender.tenant]
@@ -67,7 +103,7 @@ class Bench:
             # A server may keep registered senders under a salt of their tenant; reports read the plain prefix.
             await prefill(link, sender.json_ids)
             return
-        registered = await link.run(calls.create_sender(input_ids=sender.ids))
+        registered = await self.register(link, sender.ids)
         # SGLang always computes a prompt's last position anew.
         cold = max(0, registered.positions - 1 - (registered.cached_positions or 0))
         if number in self._ids:
@@ -113,7 +149,7 @@ class Bench:
             if tally.step.mode == "closed":
                 await closed_loop(planned, perform, concurrency=int(tally.step.level), stop=self._stop, seconds=seconds)
             else:
-                await open_loop(planned, perform, stop=self._stop, seconds=seconds)
+                await open_loop(planned, perform, stop=self._stop, seconds=seconds, max_in_flight=most_connections())
         finally:
             self.cpu_seconds += time.process_time() - cpu
             tally.seconds += (loop.time() if self._stop else end) - start
@@ -135,20 +171,16 @@ class Bench:
 
     async def _after(self, failure: CacheBackError) -> None:
         """A server that is gone must not be asked as fast as connections are refused, nor for ever."""
-        if not isinstance(failure, APIConnectionError) or isinstance(failure, APITimeoutError):
-            self._lost = 0
-            return
-        self._lost += 1
+        gone = isinstance(failure, APIConnectionError) and not isinstance(failure, APITimeoutError)
+        self._lost = self._lost + 1 if gone else 0
         if self._lost >= UNREACHABLE_AFTER:
             self._stop.ask(f"the server is gone: {failure.message}")
-        await self._stop.within(_PAUSE_UNREACHABLE)
+        if gone or isinstance(failure, OpenFilesError):
+            await self._stop.within(_PAUSE_UNREACHABLE)
 
     def _ask(self, step: Step, request: Planned, turn: int) -> Ask:
         sender = self.content.senders[request.sender]
-        preamble: list[int] = []
-        if step.way == "full_context":
-            draw = random.Random(f"preamble/{self._seed}/{step.label}/{step.answering}/{turn}/{request.index}")
-            preamble = self.content.preamble(draw)
+        draw = self.fresh(f"{step.way}/{step.label}/{step.answering}/{turn}/{request.index}")
         return Ask(
             link=self.links[sender.tenant],
             sender_id=self._ids.get(request.sender, ""),
@@ -156,16 +188,23 @@ class Bench:
             question=self.content.questions[request.question],
             receivers=self.workload.receivers,
             answering=step.answering,
-            preamble=preamble,
-            bos=self.content.bos,
+            preamble=self.content.preamble(draw),
+            preamble_text=self.content.preamble_text(draw),
         )
 
 
 @asynccontextmanager
 async def open_bench(
-    url: str, workload: Workload, *, api_keys: Sequence[str], seed: int, timeout: float, stop: Stop
+    url: str,
+    workload: Workload,
+    *,
+    api_keys: Sequence[str],
+    admin_key: str | None = None,
+    seed: int,
+    timeout: float,
+    stop: Stop,
 ) -> AsyncIterator[Bench]:
-    """A bench on the server at ``url``; senders are not registered yet.
+    """A bench on the server at ``url``; senders are not registered yet. After a stop it has no content.
 
     Raises WorkloadError when there are keys, but fewer than tenants, and the client's errors.
     """
@@ -174,4 +213,10 @@ async def open_bench(
     async with open_session() as session:
         keys: Sequence[str | None] = api_keys[: workload.tenants] or [None] * workload.tenants
         links = [Link(session, url, key, timeout) for key in keys]
-        yield Bench(links, workload, await prepare(links[0], workload, seed), seed=seed, stop=stop)
+        admin = Link(session, url, admin_key, timeout) if admin_key else links[0]
+        content = await stop.unless_asked(prepare(links[0], workload, seed)) or NOTHING
+        bench = Bench(links, admin, workload, content, seed=seed, stop=stop)
+        try:
+            yield bench
+        finally:
+            await bench.forget()

@@ -2,7 +2,9 @@
 
 message:      the server cuts a message from the sender's cache; nothing is decoded.
 text_report:  the sender writes a report of as many tokens as the message has positions.
-full_context: the receiver prefills the whole context behind a beginning of its own.
+full_context: the receiver prefills the whole context.
+
+A receiver reads what it was given behind a beginning of its own, the same size in all three.
 """
 
 from __future__ import annotations
@@ -16,18 +18,22 @@ from types import MappingProxyType
 from pydantic import BaseModel, Field
 
 from cb_loadtest.load.content import Question, SenderText
-from cb_loadtest.load.transport import Link
+from cb_loadtest.load.transport import Link, Meta
 from cb_loadtest.load.workload import Receivers
 from cb_sglang.client import calls
 from cb_sglang.client.calls import Answer, Call, parse
 from cb_sglang.client.errors import APIResponseError
+from cb_sglang.wire import Timings
 
 TOKEN_ID_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request, complete. ``preamble`` are the receiver's own first tokens, ``bos`` the tokenizer's."""
+    """One request, complete. ``preamble`` are the receiver's own first tokens, with the tokenizer's ``bos``.
+
+    ``preamble_text`` is the same for a message of text.
+    """
 
     link: Link
     sender_id: str
@@ -36,7 +42,7 @@ class Ask:
     receivers: Receivers
     answering: bool
     preamble: Sequence[int]
-    bos: Sequence[int]
+    preamble_text: str
 
 
 @dataclass(slots=True)
@@ -46,6 +52,8 @@ class Outcome:
     message_at:  the receiver has what it needs: the message, the report, or the prefilled context.
     sender_positions, cached_positions: of the sender's prefix, and how many needed no prefill.
     kept, payload_bytes: positions and bytes that went to the receiver.
+    receiver_cached_tokens: of the receiver's prompt; None when nobody read one.
+    server:      the server's own seconds, where it tells them.
     """
 
     message_at: float
@@ -60,6 +68,8 @@ class Outcome:
     answer_gaps: list[float] = field(default_factory=list)
     asked: int | None = None
     grant_limit: str | None = None
+    receiver_cached_tokens: int | None = None
+    server: Timings | None = None
 
 
 Way = Callable[[Ask], Awaitable[Outcome]]
@@ -82,6 +92,7 @@ class CutMessage(BaseModel):
     text: str | None = None
     payload_bytes: int | None = None
     grant: Grant | None = None
+    timings: Timings | None = None
 
     @property
     def bytes(self) -> int:
@@ -95,22 +106,17 @@ class _Cut(BaseModel):
     data: list[CutMessage] = Field(min_length=1)
 
 
-class _Meta(BaseModel):
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-
-
 class Generated(BaseModel):
     """What the generator reads of ``/generate``."""
 
     output_ids: list[int]
-    meta_info: _Meta = _Meta()
+    meta_info: Meta = Meta()
 
 
 async def message(ask: Ask) -> Outcome:
     receivers = ask.receivers
-    size = {"ratio": receivers.ratio, "budget": receivers.budget, "encoding": receivers.encoding}
-    (got,) = await cut_messages(ask.link, ask.sender_id, [ask.question.text], size)
+    options = receivers.model_dump(include={"ratio", "budget", "encoding", "policy"})
+    (got,) = await cut_messages(ask.link, ask.sender_id, [ask.question.text], options)
     now = _now()
     outcome = Outcome(
         message_at=now,
@@ -122,12 +128,14 @@ async def message(ask: Ask) -> Outcome:
         input_tokens=got.sender_positions + got.query_positions,
         asked=None if got.grant is None else got.grant.asked,
         grant_limit=None if got.grant is None else got.grant.limit,
+        server=got.timings,
     )
     if ask.answering:
         if got.text is not None:
-            await _answer(ask, outcome, f'"text":{json.dumps(got.text + ask.question.prompt)}')
+            given = ask.preamble_text + got.text
+            await _answer(ask, outcome, f'"text":{json.dumps(given + ask.question.prompt)}')
         else:
-            await _answer(ask, outcome, _input_ids(_json(got.token_ids or []), ask.question.json_prompt_ids))
+            await _answer(ask, outcome, _reading(ask, _json(got.token_ids or [])))
     return outcome
 
 
@@ -149,14 +157,12 @@ async def text_report(ask: Ask) -> Outcome:
         output_tokens=tokens,
     )
     if ask.answering:
-        given = _json([*ask.bos, *report.output_ids])
-        await _answer(ask, outcome, _input_ids(given, ask.question.json_prompt_ids))
+        await _answer(ask, outcome, _reading(ask, _json(report.output_ids)))
     return outcome
 
 
 async def full_context(ask: Ask) -> Outcome:
-    sender, question = ask.sender, ask.question
-    content = _input_ids(_json(ask.preamble), sender.json_ids, question.json_prompt_ids)
+    sender = ask.sender
     outcome = Outcome(
         message_at=0.0,
         ended_at=0.0,
@@ -167,11 +173,12 @@ async def full_context(ask: Ask) -> Outcome:
         input_tokens=0,
     )
     tokens = ask.receivers.max_new_tokens if ask.answering else 1
-    times = await ask.link.stream(_generate_body(content, tokens, stream=True))
+    times = await ask.link.stream(_generate_body(_reading(ask, sender.json_ids), tokens, stream=True))
     if times.completion_tokens != tokens:
         raise _short(times.completion_tokens, tokens)
     outcome.message_at, outcome.ended_at = times.first, times.last
-    outcome.cached_positions = min(times.cached_tokens, len(sender.ids))
+    outcome.cached_positions = max(0, min(times.cached_tokens - len(ask.preamble), len(sender.ids)))
+    outcome.receiver_cached_tokens = times.cached_tokens
     outcome.input_tokens, outcome.output_tokens = times.prompt_tokens, tokens
     if ask.answering:
         outcome.first_token_at, outcome.answer_gaps = times.first, times.gaps
@@ -207,6 +214,7 @@ async def _answer(ask: Ask, outcome: Outcome, content: str) -> None:
     if times.completion_tokens != tokens:
         raise _short(times.completion_tokens, tokens)
     outcome.first_token_at, outcome.ended_at, outcome.answer_gaps = times.first, times.last, times.gaps
+    outcome.receiver_cached_tokens = times.cached_tokens
     outcome.input_tokens += times.prompt_tokens
     outcome.output_tokens += tokens
 
@@ -228,6 +236,11 @@ def _generate_body(content: str, tokens: int, *, stream: bool) -> bytes:
     """Greedy, exactly ``tokens`` tokens. ``content`` is JSON already: senders are rendered once, not per request."""
     params = f'{{"max_new_tokens":{tokens},"temperature":0,"ignore_eos":true}}'
     return f'{{{content},"sampling_params":{params},"stream":{"true" if stream else "false"}}}'.encode()
+
+
+def _reading(ask: Ask, json_given: str) -> str:
+    """A receiver's prompt: its beginning, the token ids it was given, the question."""
+    return _input_ids(_json(ask.preamble), json_given, ask.question.json_prompt_ids)
 
 
 def _input_ids(*parts: str) -> str:

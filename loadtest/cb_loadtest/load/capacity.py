@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from cb_loadtest.load.background import ChatTraffic
 from cb_loadtest.load.bench import Bench, open_bench
-from cb_loadtest.load.environment import api_keys, provenance, server_info
+from cb_loadtest.load.environment import admin_key, api_keys, page_size, provenance, server_info, told
 from cb_loadtest.load.fitting import fitted_curve
 from cb_loadtest.load.generator import Stop
 from cb_loadtest.load.interrupt import stop_on_signal
 from cb_loadtest.load.live import Live
 from cb_loadtest.load.schedule import plan
-from cb_loadtest.load.search import Knee, KneeSearch, Probe, p99_with_failures
+from cb_loadtest.load.search import Knee, KneeSearch, Probe, p99_with_failures, pace
 from cb_loadtest.load.tally import Record, Step, Tally
-from cb_loadtest.load.workload import Workload
+from cb_loadtest.load.workload import MAX_REQUESTS, Workload
 from cb_loadtest.recall_report import write_text
 from cb_sglang.errors import CacheBackError
 
 FORMAT = "cb-loadtest capacity 1"
+_LEAST_ARRIVALS = 10  # that an open probe waits for, in the mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +35,8 @@ class CapacityOptions:
 
     slo_ms:      objective for the 99th percentile of a whole request, failed ones counted as endless.
     highest:     largest concurrency or rate to try.
-    requests:    of one probe, at most; never fewer than twice the concurrency.
-    seconds:     of one probe, at most.
+    requests:    of one probe of a closed loop, at most; never fewer than twice the concurrency.
+    seconds:     of one probe: the most in a closed loop; in an open one all of them, and more at a low rate.
     max_seconds: of the search; what runs then is finished.
     """
 
@@ -64,28 +67,37 @@ def run_capacity(options: CapacityOptions, url: str, console: Console, out: Path
 async def find_capacity(options: CapacityOptions, url: str, console: Console) -> dict[str, Any]:
     """Knee, service model and curve, with where they come from."""
     stop = Stop()
-    workload, keys = options.workload, api_keys()
+    workload = options.workload
     with stop_on_signal(stop), Live(console) as live:
         live.say(f"preparing workload {workload.name}")
         async with open_bench(
-            url, workload, api_keys=keys, seed=options.seed, timeout=options.timeout, stop=stop
+            url,
+            workload,
+            api_keys=api_keys(),
+            admin_key=admin_key(),
+            seed=options.seed,
+            timeout=options.timeout,
+            stop=stop,
         ) as bench:
-            server = await server_info(bench.links[0])
-            search = Search(options, bench, stop, live)
-            knee = await search.run()
+            problems: list[str] = []
+            server = await told(server_info(bench.admin), "/server_info", stop, problems) or {}
+            chats = ChatTraffic(bench, stop)
+            async with chats.running():
+                knee = await Search(options, bench, stop, live, page_size(server)).run()
             fitted: dict[str, Any] = {"service_model": None, "curve": []}
             if not stop:
                 live.say("measuring calls of several sizes, for the service model")
                 closed, pool = options.mode == "closed", server.get("max_total_num_tokens")
                 try:
-                    fitted = await fitted_curve(
+                    work = fitted_curve(
                         bench,
-                        seed=options.seed,
                         slo_ms=options.slo_ms,
                         receivers=int(knee.level) if closed and knee.level is not None else None,
                         p99_ms=knee.p99_ms,
                         pool=None if pool is None else int(pool),
+                        answering=workload.receivers.answer_stages[-1],
                     )
+                    fitted = await stop.unless_asked(work) or fitted
                 except CacheBackError as error:
                     stop.ask(f"the fit failed: {error.message}")
             return {
@@ -94,7 +106,9 @@ async def find_capacity(options: CapacityOptions, url: str, console: Console) ->
                 "slo_p99_ms": options.slo_ms,
                 "knee": {"level": knee.level, "p99_ms": knee.p99_ms, "ended": knee.ended},
                 "probes": [_json_probe(probe) for probe in knee.probes],
+                "problems": problems,
                 "stopped": stop.reason,
+                "chats": chats.report(),
                 **fitted,
                 "workload": workload.model_dump(),
                 "seed": options.seed,
@@ -103,17 +117,17 @@ async def find_capacity(options: CapacityOptions, url: str, console: Console) ->
 
 
 class Search:
-    """The knee of a workload on a bench."""
+    """The knee of a workload on a bench; ``page`` is the page size of the server's cache, where it is known."""
 
-    def __init__(self, options: CapacityOptions, bench: Bench, stop: Stop, live: Live) -> None:
-        self._options, self._bench, self._stop, self._live = options, bench, stop, live
+    def __init__(self, options: CapacityOptions, bench: Bench, stop: Stop, live: Live, page: int | None) -> None:
+        self._options, self._bench, self._stop, self._live, self._page = options, bench, stop, live, page
         self._answering = options.workload.receivers.answer_stages[-1]
         self._number = 0
         self._end = asyncio.get_running_loop().time() + options.max_seconds
 
     async def run(self) -> Knee:
         options = self._options
-        await self._bench.warm_up(["message"], self._answering)
+        await self._stop.unless_asked(self._bench.warm_up(["message"], self._answering))
         closed = options.mode == "closed"
         return await KneeSearch(
             self._probe,
@@ -129,8 +143,8 @@ class Search:
         """One load, its senders in the cache; each probe draws requests of its own. None when it was cut short."""
         options, closed = self._options, self._options.mode == "closed"
         self._number += 1
-        tally = Tally(Step("message", self._answering, options.mode, level), options.slo_ms)
-        count = max(options.requests, 2 * int(level)) if closed else options.requests
+        tally = Tally(Step("message", self._answering, options.mode, level), options.slo_ms, self._page)
+        count, seconds = self._bounds(level)
         planned = plan(
             options.workload.queries,
             len(self._bench.content.senders),
@@ -139,24 +153,33 @@ class Search:
             label=f"probe/{self._number}/{level:g}",
             rate=None if closed else level,
         )
-        seconds: list[float] = []
+        times: list[tuple[float, float]] = []
 
         def sink(record: Record) -> None:
             if record.outcome is not None:
-                seconds.append(record.seconds)
+                times.append((record.due_at, record.ended_at))
             self._live.show(tally, tally.completed)
 
         self._live.begin(tally, count)
         try:
-            await self._bench.prime("message")
+            await self._stop.unless_asked(self._bench.prime("message"))
         except CacheBackError as error:
             self._stop.ask(f"priming failed: {error.message}")
-        await self._bench.measure(tally, planned, turn=0, seconds=options.seconds, sink=sink)
-        if self._stop:
+        await self._bench.measure(tally, planned, turn=0, seconds=seconds, sink=sink)
+        finished = tally.completed + tally.failed
+        if self._stop or not finished:
             return None
         self._live.end(tally)
-        p99 = p99_with_failures([1_000 * one for one in seconds], tally.failed)
-        return Probe(level, p99, tally.completed + tally.failed, tally.failed, tally.messages_per_s)
+        p99 = p99_with_failures([1_000 * (ended - due) for due, ended in times], tally.failed)
+        return Probe(level, p99, finished, tally.failed, tally.messages_per_s, 1.0 if closed else pace(times))
+
+    def _bounds(self, level: float) -> tuple[int, float]:
+        """Requests and seconds of a probe. An open one is bound by time, or a backlog would have no time to grow."""
+        options = self._options
+        if options.mode == "closed":
+            return max(options.requests, 2 * int(level)), options.seconds
+        seconds = min(max(options.seconds, _LEAST_ARRIVALS / level), max(options.seconds, options.max_seconds))
+        return min(MAX_REQUESTS, max(options.requests, math.ceil(level * seconds))), seconds
 
     def _out_of_time(self) -> str | None:
         if self._stop:

@@ -15,6 +15,7 @@ from cb_loadtest.load.calls import WAYS
 from cb_loadtest.load.capacity import CapacityOptions, run_capacity
 from cb_loadtest.load.interrupt import INTERRUPTED
 from cb_loadtest.load.run import LoadOptions, run_load
+from cb_loadtest.load.transport import most_connections
 from cb_loadtest.load.view import capacity_table, print_table, summary_table
 from cb_loadtest.load.workload import MAX_CONCURRENCY, MAX_REQUESTS, Answers, Workload, load_workload, shipped_workloads
 from cb_loadtest.local_server import ready_server
@@ -29,7 +30,10 @@ _HIGHEST = {"closed": 256.0, "open": 100.0}
 Mode: TypeAlias = Literal["closed", "open"]
 Url = Annotated[
     str | None,
-    typer.Option(help="Measure this server, instead of starting one. CB_SGLANG_API_KEYS (a,b,...) are sent."),
+    typer.Option(
+        help="Measure this server, instead of starting one. CB_SGLANG_API_KEYS (a,b,...) are sent, "
+        "and CB_SGLANG_ADMIN_KEY to /server_info and /metrics."
+    ),
 ]
 WorkloadName = Annotated[
     str, typer.Option("--workload", help=f"A TOML file, or one of {', '.join(shipped_workloads())}.")
@@ -104,8 +108,10 @@ def capacity(
     highest: Annotated[
         float | None, typer.Option(help="Largest load to try: receivers, or requests per second.")
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, max=MAX_REQUESTS, help="Requests of a probe.")] = 200,
-    seconds: Annotated[float, typer.Option(min=0.1, max=3_600, help="Longest probe.")] = 20.0,
+    requests: Annotated[int, typer.Option(min=1, max=MAX_REQUESTS, help="Requests of a probe; open: at least.")] = 200,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, max=3_600, help="Longest probe; open: a probe lasts so long.")
+    ] = 20.0,
     max_probes: Annotated[int, typer.Option(min=1, max=200, help="Bound of the search.")] = 24,
     max_seconds: Annotated[float, typer.Option(min=1, max=86_400, help="Bound of the search.")] = 600.0,
     answers: Annotated[Answers | None, typer.Option(help="Do receivers answer; instead of the workload's.")] = None,
@@ -141,6 +147,7 @@ def capacity(
             found = run_capacity(options, address, console, out)
         print_table(console, capacity_table(found))
         console.print(f"written to {out}", highlight=False, soft_wrap=True)
+        _say_problems(found, console)
         if found["stopped"]:
             console.print(found["stopped"], highlight=False, markup=False, soft_wrap=True)
             raise typer.Exit(130 if found["stopped"] == INTERRUPTED else 1)
@@ -151,8 +158,7 @@ def capacity(
 
 
 def _exit(found: dict[str, Any], console: Console) -> None:
-    for problem in found["problems"]:
-        console.print(problem, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    _say_problems(found, console)
     if found["stopped"] == INTERRUPTED:
         console.print("interrupted; the report has what was measured until then")
         raise typer.Exit(130)
@@ -160,6 +166,11 @@ def _exit(found: dict[str, Any], console: Console) -> None:
         console.print(found["stopped"], style="bold red", highlight=False, markup=False, soft_wrap=True)
     if found["stopped"] or not any(step["completed"] for step in found["steps"]):
         raise typer.Exit(1)
+
+
+def _say_problems(found: dict[str, Any], console: Console) -> None:
+    for problem in found["problems"]:
+        console.print(problem, style="yellow", highlight=False, markup=False, soft_wrap=True)
 
 
 def _changed(workload: Workload, requests: int | None, rounds: int | None, answers: Answers | None) -> Workload:
@@ -176,13 +187,14 @@ def _changed(workload: Workload, requests: int | None, rounds: int | None, answe
 
 def _levels(text: str, mode: Mode, what: str) -> tuple[float, ...]:
     """Numbers of receivers, or rates per second. Raises PlanError that names the option ``what``."""
-    most = float(MAX_CONCURRENCY) if mode == "closed" else MAX_RATE
+    most = float(most_connections()) if mode == "closed" else MAX_RATE
     try:
         levels = tuple(float(int(item)) if mode == "closed" else float(item) for item in parse_list(text, what))
     except ValueError:
         raise PlanError(f"{what}: {text!r} is no list of {'whole ' if mode == 'closed' else ''}numbers") from None
     if not all(0 < level <= most for level in levels) or len(levels) > MAX_LEVELS or len({*levels}) < len(levels):
-        raise PlanError(f"{what}: give at most {MAX_LEVELS} different numbers, above 0 and at most {most:g}")
+        more = "; for more receivers raise ulimit -n" if mode == "closed" and most < MAX_CONCURRENCY else ""
+        raise PlanError(f"{what}: give at most {MAX_LEVELS} different numbers, above 0 and at most {most:g}{more}")
     return levels
 
 

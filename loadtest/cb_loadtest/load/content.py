@@ -17,8 +17,8 @@ from cb_sglang.client.errors import APIResponseError
 
 REPORT_PROMPT = "\n\nReport of what the text above says on the question, for a colleague:"
 PREAMBLE_POSITIONS = 8
-"""Tokens in front of a receiver's full context, drawn anew for every request: what comes before a context (a system
-prompt, another agent's turn) differs between agents, so the sender's cached prefix does not fit theirs."""
+"""Tokens in front of what a receiver was given, drawn anew for every request: what comes first (a system prompt,
+another agent's turn) differs between agents, so no prefix that is in the cache fits theirs."""
 
 _MIN_BODY = 1_024  # tokens that a corpus must have
 
@@ -46,12 +46,16 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Everything that requests are made of. ``bos`` are the ids that the tokenizer puts first; ``words`` real ids."""
+    """Everything that requests are made of.
+
+    ``bos`` are the ids that the tokenizer puts first; ``words`` real ids, ``vocabulary`` real words.
+    """
 
     senders: tuple[SenderText, ...]
     questions: tuple[Question, ...]
     bos: tuple[int, ...]
     words: tuple[int, ...]
+    vocabulary: tuple[str, ...]
 
     def digest(self) -> str:
         """Hash of all senders and questions: equal for equal load."""
@@ -65,6 +69,14 @@ class Content:
     def preamble(self, draw: random.Random) -> list[int]:
         """A receiver's own first tokens."""
         return [*self.bos, *draw.choices(self.words, k=PREAMBLE_POSITIONS)]
+
+    def preamble_text(self, draw: random.Random) -> str:
+        """The same as text, a word for a token; the server's tokenizer puts ``bos`` first."""
+        return " ".join(draw.choices(self.vocabulary, k=PREAMBLE_POSITIONS)) + "\n\n"
+
+
+NOTHING = Content((), (), (), (), ())
+"""No sender and no question: of a run that was stopped before they were made."""
 
 
 async def prepare(link: Link, workload: Workload, seed: int) -> Content:
@@ -82,7 +94,7 @@ async def prepare(link: Link, workload: Workload, seed: int) -> Content:
         await _question(link, " ".join(draw.choices(vocabulary, k=draw_length(workload.queries.words, draw))))
         for _ in range(workload.queries.count)
     ]
-    return Content(tuple(senders), tuple(questions), tuple(bos), tuple(body))
+    return Content(tuple(senders), tuple(questions), tuple(bos), tuple(body), tuple(vocabulary))
 
 
 def draw_length(lengths: Lengths, draw: random.Random) -> int:

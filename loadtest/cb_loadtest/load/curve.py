@@ -24,13 +24,13 @@ class ReceiverCost:
 class CurveSetting:
     """What the curve holds fixed.
 
-    slo_s:       objective, in seconds.
-    rows:        query tokens of a receiver.
-    prompt:      tokens of a receiver's own prompt.
-    calibration: measured p99 at the knee over the model's time there: queueing, noise and answers, which the fit has
-                 not; 1 where it is not known.
-    pool:        positions of the server's KV pool, None where it is not known.
-    measured:    shortest and longest sender that the model was fitted to.
+    slo_s:        objective, in seconds.
+    rows:         query tokens of a receiver.
+    prompt:       tokens of a receiver's own prompt.
+    calibration:  measured p99 at the knee over the model's time there: queueing and noise, which the fit has not.
+    uncalibrated: why calibration is 1 instead; None where it was measured.
+    pool:         positions of the server's KV pool, None where it is not known.
+    measured:     shortest and longest sender that the model was fitted to.
     """
 
     slo_s: float
@@ -39,11 +39,17 @@ class CurveSetting:
     calibration: float
     pool: int | None
     measured: tuple[int, int]
+    uncalibrated: str | None = None
 
 
-def round_seconds(model: ServiceModel, receivers: int, rows: int, positions: int) -> float:
-    """All receivers ask at once and are served together: the last one's time."""
-    return model.seconds(receivers * rows, positions)
+def calibrate(seconds: float | None, p99_ms: float | None, *, answering: bool) -> tuple[float, str | None]:
+    """``calibration`` and ``uncalibrated``; ``seconds`` is the model's time for the load whose p99 was measured."""
+    if answering:
+        # Their p99 holds the receivers' prefills and decodes, which do not grow with the sender as scoring does.
+        return 1.0, "receivers answer, and the knee's p99 includes their answers; the fit is of messages only"
+    if seconds is None or p99_ms is None:
+        return 1.0, "no number of receivers is known for which the objective was held"
+    return max(1.0, p99_ms / 1_000 / seconds), None
 
 
 def capacity_curve(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Awaitable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import RootModel
 
+from cb_loadtest.load.generator import Stop
 from cb_loadtest.load.transport import Link
 from cb_loadtest.local_server import API_KEY_VARIABLE
 from cb_loadtest.recall import OWN_SERVER, without_credentials
@@ -18,6 +20,8 @@ from cb_sglang.client.calls import Answer, Call, parse
 from cb_sglang.errors import CacheBackError
 
 API_KEYS_VARIABLE = "CB_SGLANG_API_KEYS"
+ADMIN_KEY_VARIABLE = "CB_SGLANG_ADMIN_KEY"
+T = TypeVar("T")
 
 # A list of what may be told: the rest of the server's arguments holds keys.
 _TOLD = (
@@ -40,8 +44,19 @@ def api_keys() -> list[str]:
     return [key for key in (part.strip() for part in given.split(",")) if key]
 
 
+def admin_key() -> str | None:
+    """The operator's key, for ``/server_info`` and ``/metrics`` alone; a server with tenants' keys refuses theirs."""
+    return os.environ.get(ADMIN_KEY_VARIABLE) or None
+
+
 class _Info(RootModel[dict[str, Any]]):
     pass
+
+
+def page_size(server: dict[str, Any]) -> int | None:
+    """Of the server's cache, in positions; None where it does not tell."""
+    size = server.get("page_size")
+    return size if isinstance(size, int) else None
 
 
 def machine() -> dict[str, Any]:
@@ -74,12 +89,20 @@ def provenance(server: dict[str, Any], url: str | None, command: str) -> dict[st
     }
 
 
-async def server_info(link: Link) -> dict[str, Any]:
-    """What the server tells of its model and engine; empty when it tells nothing."""
+async def told(work: Awaitable[T], route: str, stop: Stop, problems: list[str]) -> T | None:
+    """What a route of the operator's tells; None after a stop, and when it is refused: then ``problems`` says so."""
     try:
-        info = await link.run(Call("GET", "/server_info", _read))
-    except CacheBackError:
-        return {}
+        return await stop.unless_asked(work)
+    except CacheBackError as error:
+        if not any(line.startswith(route) for line in problems):
+            advice = f"behind tenants' keys, give the admin's key in {ADMIN_KEY_VARIABLE}"
+            problems.append(f"{route} could not be read: {error.status} {error.message}; {advice}")
+        return None
+
+
+async def server_info(link: Link) -> dict[str, Any]:
+    """What the server tells of its model and engine. Raises the client's errors."""
+    info = await link.run(Call("GET", "/server_info", _read))
     return {name: info[name] for name in _TOLD if isinstance(info.get(name), str | int | float)}
 
 

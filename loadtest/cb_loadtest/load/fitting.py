@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import median
@@ -13,9 +12,8 @@ import numpy as np
 
 from cb_loadtest.load.bench import Bench
 from cb_loadtest.load.calls import cut_messages, prefill
-from cb_loadtest.load.curve import CurveSetting, ReceiverCost, capacity_curve, round_seconds
+from cb_loadtest.load.curve import CurveSetting, ReceiverCost, calibrate, capacity_curve
 from cb_loadtest.load.service_model import Observation, fit_costs, fit_service_model
-from cb_sglang.client import calls
 
 RATIOS = (2.0, 4.0, 8.0, 16.0, 32.0)
 _BATCHES = (1, 4, 16)
@@ -26,28 +24,35 @@ _CURVE_REACH = 8  # the curve goes on to so many times the longest sender measur
 
 
 async def fitted_curve(
-    bench: Bench, *, seed: int, slo_ms: float, receivers: int | None, p99_ms: float | None, pool: int | None
+    bench: Bench,
+    *,
+    slo_ms: float,
+    receivers: int | None,
+    p99_ms: float | None,
+    pool: int | None,
+    answering: bool = False,
 ) -> dict[str, Any]:
     """Measure, fit, and draw the curve for an objective of ``slo_ms``. Raises the client's errors.
 
     receivers, p99_ms: the knee of a closed loop, where it is known; the curve is calibrated to it.
     pool:              positions of the server's KV pool, where it is known.
+    answering:         whether the knee's receivers answered; then there is no calibration.
     """
-    observations = await observe(bench, seed)
+    observations = await observe(bench)
     fit = fit_service_model(observations)
-    reader = await reader_cost(bench, seed)
+    reader = await reader_cost(bench)
     lengths = sorted({o.positions for o in observations})
     # The receiver's prompt is worded like the server's default query template, so it has the query's rows.
     rows = round(median(question.prompt_length for question in bench.content.questions))
-    calibration = 1.0
-    if receivers is not None and p99_ms is not None:
-        modelled = round_seconds(fit.model, receivers, rows, lengths[-1])
-        calibration = max(1.0, p99_ms / 1_000 / modelled)
+    # All receivers ask at once and are served together; p99 is the last one's time.
+    modelled = None if receivers is None else fit.model.seconds(receivers * rows, lengths[-1])
+    calibration, uncalibrated = calibrate(modelled, p99_ms, answering=answering)
     setting = CurveSetting(
         slo_s=slo_ms / 1_000,
         rows=rows,
         prompt=max(question.prompt_length for question in bench.content.questions),
         calibration=calibration,
+        uncalibrated=uncalibrated,
         pool=pool,
         measured=(lengths[0], lengths[-1]),
     )
@@ -63,18 +68,18 @@ async def fitted_curve(
     }
 
 
-async def observe(bench: Bench, seed: int) -> list[Observation]:
+async def observe(bench: Bench) -> list[Observation]:
     """Median seconds of calls over parts of the longest sender, for several batches and query sizes.
 
     Raises the client's errors.
     """
-    draw = random.Random(f"fit/{seed}")
+    draw = bench.fresh("fit")
     loop = asyncio.get_running_loop()
     sender = max(bench.content.senders, key=lambda one: len(one.ids))
     link = bench.links[sender.tenant]
     found: list[Observation] = []
     for length in sorted({max(16, len(sender.ids) // part) for part in (4, 2, 1)}):
-        registered = await link.run(calls.create_sender(input_ids=sender.ids[:length]))
+        registered = await bench.register(link, sender.ids[:length])
         for rows in _ROWS:
             for batch in _BATCHES:
                 if rows * batch > _MAX_BATCH_ROWS:
@@ -89,9 +94,9 @@ async def observe(bench: Bench, seed: int) -> list[Observation]:
     return found
 
 
-async def reader_cost(bench: Bench, seed: int) -> ReceiverCost:
+async def reader_cost(bench: Bench) -> ReceiverCost:
     """What a receiver's prefill costs, by prompts of several lengths that nobody has seen."""
-    draw = random.Random(f"reader/{seed}")
+    draw = bench.fresh("reader")
     loop, link = asyncio.get_running_loop(), bench.links[0]
     longest = max(len(sender.ids) for sender in bench.content.senders)
     lengths, seconds = [], []

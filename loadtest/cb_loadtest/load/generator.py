@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
-from typing import Any
+from typing import TypeVar
 
 from cb_loadtest.load.schedule import Planned
 
+T = TypeVar("T")
 MAX_IN_FLIGHT = 4_096
 """Open loop: requests on their way at once. Beyond it they wait at the generator; that counts as queue time."""
 
@@ -45,8 +46,17 @@ class Stop:
                 await self._event.wait()
         return bool(self)
 
-    async def wait(self) -> None:
-        await self._event.wait()
+    async def unless_asked(self, work: Awaitable[T]) -> T | None:
+        """What ``work`` returns or raises; None when the stop came first, and then ``work`` is cancelled."""
+        task, stopping = asyncio.ensure_future(work), asyncio.create_task(self._event.wait())
+        try:
+            if not self:
+                await asyncio.wait((task, stopping), return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            task.cancel()
+            stopping.cancel()
+            await asyncio.gather(task, stopping, return_exceptions=True)
 
 
 async def closed_loop(
@@ -108,15 +118,9 @@ async def open_loop(
 async def _all_or_stop(running: set[asyncio.Task[None]], stop: Stop) -> None:
     """Wait for the tasks; a stop cancels those that are left. What a task raises is raised."""
     tasks = list(running)  # the caller's set shrinks as they end
-    everything = asyncio.gather(*tasks)
-    stopping = asyncio.create_task(stop.wait())
     try:
-        waited_for: set[asyncio.Future[Any]] = {everything, stopping}
-        await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
-        if everything.done():
-            everything.result()
+        await stop.unless_asked(asyncio.gather(*tasks))
     finally:
-        left = [stopping, *tasks]
-        for task in left:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(everything, *left, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,12 +16,12 @@ from rich.console import Console
 
 from cb_loadtest.load.background import ChatTraffic
 from cb_loadtest.load.bench import Bench, open_bench
-from cb_loadtest.load.environment import api_keys, provenance, server_info
+from cb_loadtest.load.environment import admin_key, api_keys, page_size, provenance, server_info, told
 from cb_loadtest.load.generator import Stop
 from cb_loadtest.load.interrupt import stop_on_signal
 from cb_loadtest.load.live import Live
 from cb_loadtest.load.schedule import Planned, plan
-from cb_loadtest.load.server_metrics import changes, scrape
+from cb_loadtest.load.server_metrics import Series, changes, scrape
 from cb_loadtest.load.summary import figures
 from cb_loadtest.load.tally import Record, Step, Tally
 from cb_loadtest.load.workload import MAX_REQUESTS, Workload
@@ -31,6 +31,7 @@ from cb_sglang.errors import CacheBackError
 
 FORMAT = "cb-loadtest run 1"
 _DIGESTED_REQUESTS = 256
+_SAME_SIZE = 0.01  # share by which messages and text reports may differ in size
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,58 +62,70 @@ class LoadRun:
         self.options = options
         self.steps: list[dict[str, Any]] = []
         self.problems: list[str] = []
-        self.page_size = 1
-        self.alone: dict[str, Any] | None = None
-        self.chat_errors: dict[str, int] = {}
+        self.page_size: int | None = None
+        self.chats = ChatTraffic(bench, stop)
         self._bench, self._stop, self._live, self._records = bench, stop, live, records
         self._start = asyncio.get_running_loop().time()
 
     async def run(self) -> None:
         """All steps; ends early on a stop. Nothing that the server does is raised after the warm-up."""
-        options, bench = self.options, self._bench
+        options = self.options
         stages = options.workload.receivers.answer_stages
         for answering in stages:
-            await bench.warm_up(options.ways, answering)
-        async with AsyncExitStack() as stack:
-            chats = ChatTraffic(bench.links[0], options.workload.chats, bench.content, options.seed, self._stop)
-            if options.workload.chats.concurrency:
-                self._live.say("chats alone, to compare with")
-                await stack.enter_async_context(chats.running())
-                self.alone = chats.alone.milliseconds()
-            for answering in stages:
-                for level in options.levels:
-                    await self._level(level, answering, chats)
-            self.chat_errors = dict(chats.errors)
+            await self._stop.unless_asked(self._bench.warm_up(options.ways, answering))
+        if options.workload.chats.concurrency:
+            self._live.say("chats alone, to compare with")
+        async with self.chats.running():
+            for answering, level in product(stages, options.levels):
+                if not self._stop:
+                    await self._level(level, answering)
 
-    async def _level(self, level: float, answering: bool, chats: ChatTraffic) -> None:
+    async def _scrape(self) -> Series | None:
+        return await told(scrape(self._bench.admin), "/metrics (of --enable-metrics)", self._stop, self.problems)
+
+    async def _level(self, level: float, answering: bool) -> None:
         """The ways, in turns, at one level."""
         options = self.options
         tallies = {
             way: Tally(Step(way, answering, options.mode, level), options.slo_ms, self.page_size)
             for way in options.ways
         }
-        before = await scrape(self._bench.links[0])
+        before = await self._scrape()
         for turn in range(options.workload.rounds):
             for tally in tallies.values():
                 if self._stop:
                     break
-                await self._round(tally, turn, chats)
-        after = await scrape(self._bench.links[0])
+                await self._round(tally, turn)
+        after = await self._scrape()
         moved = None if before is None or after is None else changes(before, after)
         for way, tally in tallies.items():
             if tally.started:
                 self._live.end(tally)
                 self._write(tally.summary() | {"server": moved if way == "message" else None}, keep=True)
+        if "text_report" in tallies and "message" in tallies:
+            self._compare_sizes(tallies["message"])
 
-    async def _round(self, tally: Tally, turn: int, chats: ChatTraffic) -> None:
+    def _compare_sizes(self, messages: Tally) -> None:
+        """Reports have the size that was asked for; messages only where the server granted it."""
+        asked, kept = messages.asked_and_kept
+        if abs(asked - kept) > _SAME_SIZE * asked:
+            self.problems.append(
+                f"{messages.step.title}: messages have {kept:.0f} positions and text reports {asked:.0f}, so they do "
+                "not compare; ask for less (receivers.budget, a higher ratio), set receivers.policy to fixed, or take "
+                "fewer receivers"
+            )
+
+    async def _round(self, tally: Tally, turn: int) -> None:
         bench = self._bench
         planned, count = self._planned(tally.step, turn)
         try:
-            await bench.prime(tally.step.way)
+            await self._stop.unless_asked(bench.prime(tally.step.way))
         except CacheBackError as error:
             self.problems.append(f"{tally.step.title}: priming failed: {error.status} {error.code}: {error.message}")
             if isinstance(error, APIConnectionError):
                 self._stop.ask(f"the server is gone: {error.message}")
+            return
+        if self._stop:
             return
         self._live.begin(tally, count)
         done = 0
@@ -123,9 +136,9 @@ class LoadRun:
             self._write(record.line(tally.step, self._start))
             self._live.show(tally, done)
 
-        chats.measure_into(tally.chat_gaps)
+        self.chats.measure_into(tally.chat_gaps)
         await bench.measure(tally, planned, turn=turn, seconds=self.options.seconds, sink=sink)
-        chats.measure_into(None)
+        self.chats.measure_into(None)
         self._records.flush()
 
     def _planned(self, step: Step, turn: int) -> tuple[Iterator[Planned], int | None]:
@@ -143,8 +156,13 @@ class LoadRun:
         )
         return requests, count
 
-    def digest(self) -> str:
-        """Hash of the load: texts and the beginning of every step's plan. Equal for equal workload, seed and model."""
+    def digest(self) -> str | None:
+        """Hash of the load: texts and the beginning of every step's plan. Equal for equal workload, seed and model.
+
+        None when the run was stopped before there was a load.
+        """
+        if not self._bench.content.senders:
+            return None
         found = hashlib.sha256(self._bench.content.digest().encode())
         for level in self.options.levels:
             requests, _ = self._planned(Step("message", False, self.options.mode, level), 0)
@@ -159,10 +177,16 @@ class LoadRun:
 
 
 def requests_of(workload: Workload, step: Step) -> int:
-    """Requests of one round. A closed loop gets at least one for each receiver, else it is not that concurrent."""
+    """Requests of one round.
+
+    A closed loop gets at least one for each receiver, else it is not that concurrent, and two over all rounds, else
+    nobody asks while others are served.
+    """
     share = 1.0 if step.way == "message" else workload.baseline_share
     count = max(1, round(workload.requests * share / workload.rounds))
-    return max(count, int(step.level)) if step.mode == "closed" else count
+    if step.mode == "open":
+        return count
+    return max(count, int(step.level), math.ceil(2 * step.level / workload.rounds))
 
 
 def run_load(options: LoadOptions, url: str, console: Console, records: Path, summary: Path) -> dict[str, Any]:
@@ -184,11 +208,17 @@ async def measure_load(options: LoadOptions, url: str, console: Console, records
     with stop_on_signal(stop), Live(console) as live:
         live.say(f"preparing workload {options.workload.name}")
         async with open_bench(
-            url, options.workload, api_keys=api_keys(), seed=options.seed, timeout=options.timeout, stop=stop
+            url,
+            options.workload,
+            api_keys=api_keys(),
+            admin_key=admin_key(),
+            seed=options.seed,
+            timeout=options.timeout,
+            stop=stop,
         ) as bench:
             run = LoadRun(options, bench, stop, live, records)
-            server = await server_info(bench.links[0])
-            run.page_size = int(server.get("page_size", 1))
+            server = await told(server_info(bench.admin), "/server_info", stop, run.problems) or {}
+            run.page_size = page_size(server)
             await run.run()
             return {
                 "format": FORMAT,
@@ -196,7 +226,7 @@ async def measure_load(options: LoadOptions, url: str, console: Console, records
                 "problems": run.problems,
                 "stopped": stop.reason,
                 "steps": run.steps,
-                "chats": {"alone_itl_ms": run.alone, "errors": run.chat_errors} if run.alone else None,
+                "chats": run.chats.report(),
                 "workload": options.workload.model_dump(),
                 "workload_digest": run.digest(),
                 "seed": options.seed,

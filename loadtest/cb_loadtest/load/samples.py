@@ -38,10 +38,6 @@ class Samples:
         """Interpolated, as NumPy and SGLang's benchmark do; None without samples."""
         return float(np.percentile(np.asarray(self._kept), percent)) if self._kept else None
 
-    def share_within(self, limit: float) -> float:
-        """Share of the samples that do not exceed ``limit``; 0 without samples."""
-        return float((np.asarray(self._kept) <= limit).mean()) if self._kept else 0.0
-
     def milliseconds(self) -> dict[str, float | None]:
         """Seconds, described in milliseconds: n, mean, max and the percentiles. None where there is nothing."""
         if not self._kept:

@@ -6,21 +6,30 @@ import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 BORDERLINE = 0.15
-"""A p99 within this share of the objective is measured again; the majority of three decides."""
-_VOTES = 3
+"""A p99 within this share of the objective is measured again, until one answer has two votes."""
+LEAST_PACE = 0.95
+"""A load is only held when requests end at this share of the rate they arrive at; below, the backlog grows."""
+_PACE_BLUR = 0.03
+_VOTES = 2
 _RATE_STEP = 1.1  # rates are told apart down to this factor
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One measured load. ``p99_ms`` counts failed requests as endless, so it is infinite beyond 1 % of them."""
+    """One measured load. ``p99_ms`` counts failed requests as endless, so it is infinite beyond 1 % of them.
+
+    ``pace``: rate of completions over rate of arrivals, in an open loop; a closed one cannot fall behind.
+    """
 
     level: float
     p99_ms: float
     requests: int
     failed: int
     per_s: float
+    pace: float = 1.0
 
 
 @dataclass(slots=True)
@@ -85,15 +94,23 @@ class KneeSearch:
         return "found"
 
     async def _holds(self, level: float) -> bool:
-        """One measurement, or when it is a close thing the majority of three."""
-        seen = [await self._probe(level)]
-        while abs(seen[-1].p99_ms / self._slo_ms - 1) < BORDERLINE and len(seen) < _VOTES:
+        """One measurement, or when it is a close thing the majority of two or three."""
+        seen: list[Probe] = []
+        held, wanted = 0, 1
+        while max(held, len(seen) - held) < wanted:
             seen.append(await self._probe(level))
-        held = sum(probe.p99_ms <= self._slo_ms for probe in seen) * 2 > len(seen)
-        if held:
+            held += self._vote(seen[-1])
+            wanted = _VOTES if self._is_close(seen[0]) else 1
+        if held == wanted:
             self._knee.level = level
             self._knee.p99_ms = sorted(probe.p99_ms for probe in seen)[len(seen) // 2]
-        return held
+        return held == wanted
+
+    def _vote(self, probe: Probe) -> bool:
+        return probe.p99_ms <= self._slo_ms and probe.pace >= LEAST_PACE
+
+    def _is_close(self, probe: Probe) -> bool:
+        return abs(probe.p99_ms / self._slo_ms - 1) < BORDERLINE or abs(probe.pace - LEAST_PACE) < _PACE_BLUR
 
     async def _probe(self, level: float) -> Probe:
         if len(self._knee.probes) >= self._max_probes:
@@ -112,6 +129,19 @@ class KneeSearch:
 
     def _between(self, low: float, high: float) -> float:
         return float((low + high) // 2) if self._whole else math.sqrt(low * high)
+
+
+def pace(times: list[tuple[float, float]]) -> float:
+    """Rate of completions over rate of arrivals, of requests as (due, ended); 1 for fewer than two.
+
+    By the mean times of the earlier and the later half, so that the slowest request at an end does not decide.
+    """
+    half = len(times) // 2
+    if half == 0:
+        return 1.0
+    ordered = sorted(times)
+    (due, ended), (later_due, later_ended) = (np.mean(part, axis=0) for part in (ordered[:half], ordered[-half:]))
+    return float((later_due - due) / (later_ended - ended)) if later_ended > ended else 1.0
 
 
 def p99_with_failures(milliseconds: list[float], failed: int) -> float:

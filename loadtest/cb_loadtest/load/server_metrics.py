@@ -12,22 +12,19 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cb_loadtest.load.transport import Link
 from cb_sglang.client.calls import Answer, Call
-from cb_sglang.errors import CacheBackError
 
 PREFIX = "cacheback_"
 MAX_SERIES = 20_000
 MAX_PAGE_BYTES = 16 << 20
+SCRAPE_SECONDS = 5.0
 
 Series = dict[tuple[str, str], float]
 """Value by sample name and by labels, written ``name=value,name=value``."""
 
 
-async def scrape(link: Link) -> Series | None:
-    """The series as they are now; None where the server shows none (``--enable-metrics`` is missing, or a key)."""
-    try:
-        return await link.run(Call("GET", "/metrics", _read))
-    except CacheBackError:
-        return None
+async def scrape(link: Link) -> Series:
+    """The series as they are now. Raises the client's errors, so where ``--enable-metrics`` or a key is missing."""
+    return await link.run(Call("GET", "/metrics", _read), SCRAPE_SECONDS)
 
 
 def parse_metrics(page: str) -> Series:

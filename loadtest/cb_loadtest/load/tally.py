@@ -65,7 +65,7 @@ class Record:
             "query": self.planned.question,
             "tenant": self.tenant,
             "due_s": round(self.due_at - start, 6),
-            "queue_ms": _ms(self.sent_at - self.due_at),
+            "sent_late_ms": _ms(self.sent_at - self.due_at),
             "e2e_latency_ms": _ms(self.seconds),
             "success": self.error is None,
             "error": self.error,
@@ -84,6 +84,9 @@ class Record:
                 "payload_bytes": outcome.payload_bytes,
                 "asked": outcome.asked,
                 "grant_limit": outcome.grant_limit,
+                "receiver_cached_tokens": outcome.receiver_cached_tokens,
+                "server_queue_ms": None if outcome.server is None else _ms(outcome.server.queue_seconds),
+                "server_engine_ms": None if outcome.server is None else _ms(outcome.server.engine_seconds),
             }
         return found
 
@@ -92,10 +95,10 @@ class Tally:
     """Adds up the records of one step, over all its rounds.
 
     slo_ms:    objective for the whole request, from the moment it was due.
-    page_size: of the server's cache; a hit may miss less than one page of the sender.
+    page_size: of the server's cache; a hit may miss less than one page of the sender. None: no hit can be judged.
     """
 
-    def __init__(self, step: Step, slo_ms: float, page_size: int = 1) -> None:
+    def __init__(self, step: Step, slo_ms: float, page_size: int | None = 1) -> None:
         self.step = step
         self.slo_ms = slo_ms
         self._page_size = page_size
@@ -105,13 +108,15 @@ class Tally:
         self.grants: Counter[str] = Counter()
         self.tenants: dict[int, Samples] = {}
         self.end_to_end, self.to_message, self.first_token = Samples(), Samples(), Samples()
-        self.queue, self.token_gaps, self.answer_tokens = Samples(), Samples(), Samples()
+        self.sent_late, self.token_gaps, self.answer_tokens = Samples(), Samples(), Samples()
+        self.server_queue, self.server_engine = Samples(), Samples()
         self.chat_gaps = Samples()
-        self.hits = self._sender_positions = self._cached = 0
+        self.hits = self.warm_contexts = self._sender_positions = self._cached = 0
+        self._read = self._read_cached = self._asked = 0
         self._kept = self._bytes = self._input = self._output = self._within = 0
 
     def add(self, record: Record) -> None:
-        self.queue.add(record.sent_at - record.due_at)
+        self.sent_late.add(record.sent_at - record.due_at)
         if record.outcome is None:
             self.failed += 1
             error = record.error or "unknown"
@@ -130,7 +135,15 @@ class Tally:
                 self.answer_tokens.add(sum(outcome.answer_gaps) / len(outcome.answer_gaps))
         if outcome.grant_limit is not None:
             self.grants[outcome.grant_limit] += 1
-        self.hits += outcome.cached_positions > outcome.sender_positions - self._page_size
+        if outcome.server is not None:
+            self.server_queue.add(outcome.server.queue_seconds)
+            self.server_engine.add(outcome.server.engine_seconds)
+        if outcome.receiver_cached_tokens is not None:
+            self._read += 1
+            self._read_cached += outcome.receiver_cached_tokens
+        self.hits += outcome.cached_positions > outcome.sender_positions - (self._page_size or 1)
+        self.warm_contexts += self.step.way == "full_context" and outcome.cached_positions > 0
+        self._asked += outcome.kept if outcome.asked is None else outcome.asked
         self._sender_positions += outcome.sender_positions
         self._cached += outcome.cached_positions
         self._kept += outcome.kept
@@ -147,6 +160,12 @@ class Tally:
         """Share of the senders' positions that needed no prefill."""
         return self._cached / self._sender_positions if self._sender_positions else None
 
+    @property
+    def asked_and_kept(self) -> tuple[float, float]:
+        """Mean positions of a message as they were asked for and as they came."""
+        done = max(self.completed, 1)
+        return self._asked / done, self._kept / done
+
     def within_slo(self) -> float:
         """Share of the finished requests, failed ones included, that met the objective."""
         finished = self.completed + self.failed
@@ -159,7 +178,7 @@ class Tally:
         """
         step, seconds, done = self.step, self.seconds, max(self.completed, 1)
         rate = 1.0 / seconds if seconds > 0 else 0.0
-        closed = step.mode == "closed"
+        closed, judged = step.mode == "closed", self._page_size is not None
         return {
             "kind": "step",
             "backend": "cb-sglang",
@@ -191,11 +210,15 @@ class Tally:
             "messages_per_s": self.messages_per_s,
             "time_to_message_ms": self.to_message.milliseconds(),
             "tteoa_ms": self.end_to_end.milliseconds() if step.answering else None,
-            "queue_ms": self.queue.milliseconds(),
+            "sent_late_ms": self.sent_late.milliseconds(),
+            "server_queue_ms": self.server_queue.milliseconds(),
+            "server_engine_ms": self.server_engine.milliseconds(),
             "chat_itl_ms": self.chat_gaps.milliseconds(),
             "cached_share": self.cached_share,
-            "verified_hits": self.hits,
-            "misses": self.completed - self.hits,
+            "receiver_cached_tokens": self._read_cached / self._read if self._read else None,
+            "verified_hits": self.hits if judged else None,
+            "misses": self.completed - self.hits if judged else None,
+            "warm_full_contexts": self.warm_contexts,
             "mean_sender_positions": self._sender_positions / done,
             "mean_kept_positions": self._kept / done,
             "mean_payload_bytes": self._bytes / done,

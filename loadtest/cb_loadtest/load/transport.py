@@ -6,8 +6,10 @@ httpx needs several times the CPU per request; a generator that is busy with its
 from __future__ import annotations
 
 import asyncio
+import errno
+import resource
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -19,15 +21,24 @@ from cb_sglang.client.calls import Answer, Call, error_of, parse
 from cb_sglang.client.errors import api_error
 from cb_sglang.client.events import EventParser
 from cb_sglang.client.transport import MAX_RESPONSE_BYTES, http_settings
+from cb_sglang.errors import CacheBackError
 
 T = TypeVar("T")
 MAX_CONNECTIONS = 4_096
+_OTHER_FILES = 320  # chats, records, the libraries' own
 _CONNECT_SECONDS = 10.0
 _IDLE_SECONDS = 3.0  # below the 5 s after which uvicorn closes an idle connection, maybe just as a request is sent
 _END = b"[DONE]"
 
 
-@dataclass(slots=True)
+class OpenFilesError(CacheBackError):
+    """This process may open no more files, so no request was made; that says nothing of the server."""
+
+    type = "generator_error"
+    code = "too_many_open_files"
+
+
+@dataclass(slots=True, eq=False)
 class TokenTimes:
     """When the tokens of a streamed answer arrived, on the loop's clock.
 
@@ -42,14 +53,16 @@ class TokenTimes:
     gaps: list[float] = field(default_factory=list)
 
 
-class _Meta(BaseModel):
+class Meta(BaseModel):
+    """What SGLang says of an answer, in tokens; ``cached_tokens`` of the prompt needed no prefill."""
+
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
 
 
 class _Chunk(BaseModel):
-    meta_info: _Meta = _Meta()
+    meta_info: Meta = Meta()
     error: dict[str, Any] | None = None
 
 
@@ -66,18 +79,23 @@ class Link:
         self._headers = {**settings["headers"], "Content-Type": "application/json"}
         self._timeout = aiohttp.ClientTimeout(total=timeout, sock_connect=_CONNECT_SECONDS)
 
-    async def run(self, call: Call[T]) -> T:
-        """What the answer to ``call`` says."""
+    async def run(self, call: Call[T], timeout: float | None = None) -> T:
+        """What the answer to ``call`` says; ``timeout`` seconds instead of the link's."""
         loop = asyncio.get_running_loop()
         started = loop.time()
-        async with self._request(call.method, call.path, call.body) as response:
+        async with self._request(call.method, call.path, call.body, timeout) as response:
             body = await _bounded(response)
             return call.result(Answer(response.status, body, loop.time() - started))
 
-    async def stream(self, body: bytes, on_gap: Callable[[float], None] | None = None) -> TokenTimes:
-        """``/generate`` with a body that asks for a stream, read to its end; ``on_gap`` gets every gap as it ends."""
+    async def stream(
+        self, body: bytes, on_gap: Callable[[float], None] | None = None, times: TokenTimes | None = None
+    ) -> TokenTimes:
+        """``/generate`` with a body that asks for a stream, read to its end.
+
+        ``on_gap`` gets every gap as it ends; ``times``, where given, are filled as the tokens arrive.
+        """
         loop = asyncio.get_running_loop()
-        times, parser = TokenTimes(), EventParser(MAX_RESPONSE_BYTES)
+        times, parser = TokenTimes() if times is None else times, EventParser(MAX_RESPONSE_BYTES)
         started = loop.time()
         async with self._request("POST", "/generate", body) as response:
             if response.status != 200:
@@ -95,10 +113,13 @@ class Link:
         raise APIConnectionError("the stream of tokens broke off before its end")
 
     @asynccontextmanager
-    async def _request(self, method: str, path: str, body: bytes | None) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _request(
+        self, method: str, path: str, body: bytes | None, timeout: float | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        limits = self._timeout if timeout is None else aiohttp.ClientTimeout(total=timeout)
         with _translated_errors():
             async with self._session.request(
-                method, self._base + path, data=body, headers=self._headers, timeout=self._timeout
+                method, self._base + path, data=body, headers=self._headers, timeout=limits
             ) as response:
                 yield response
 
@@ -106,8 +127,17 @@ class Link:
 def open_session() -> aiohttp.ClientSession:
     """A session whose pool never makes a request wait: queues belong to the server, where they are measured."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS, keepalive_timeout=_IDLE_SECONDS), trust_env=False
+        connector=aiohttp.TCPConnector(limit=most_connections(), keepalive_timeout=_IDLE_SECONDS), trust_env=False
     )
+
+
+def most_connections() -> int:
+    """Requests that may be on their way at once. Raises this process's limit of open files as far as it goes."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, soft - _OTHER_FILES))
 
 
 def _take(times: TokenTimes, data: bytes, now: float) -> None:
@@ -143,6 +173,8 @@ def _translated_errors() -> Iterator[None]:
     except TimeoutError as error:
         raise APITimeoutError("no answer in time; raise --timeout") from error
     except aiohttp.ClientError as error:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            raise OpenFilesError("no file is left for a connection; raise ulimit -n") from error
         raise APIConnectionError(
             f"the server cannot be reached or broke off: {error or type(error).__name__}"
         ) from error

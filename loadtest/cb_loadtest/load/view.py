@@ -58,11 +58,17 @@ def summary_table(found: dict[str, Any]) -> Table:
             f"{step['request_goodput']:.2f}",
         )
     generator = found["generator"]
-    table.caption = (
-        f"generator: {generator['cpu_ms_per_request']:.2f} ms of CPU a request; "
-        f"cache hits verified: {found['cache']['verified_hits']}, misses: {found['cache']['misses']}"
-    )
+    table.caption = f"generator: {generator['cpu_ms_per_request']:.2f} ms of CPU a request; " + _cache(found["cache"])
     return table
+
+
+def _cache(cache: dict[str, Any]) -> str:
+    if cache["misses"] is None:
+        hits = "cache hits: not judged, the server's page size is not known"
+    else:
+        hits = f"cache hits verified: {cache['verified_hits']}, misses: {cache['misses']}"
+    warm = cache["warm_full_contexts"]
+    return f"{hits}; {warm} full contexts were cached" if warm else hits
 
 
 def _p50_p99(times: dict[str, Any] | None) -> str:

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cb_sglang.budget import MAX_RATIO, positions_for_budget, positions_for_ratio
+from cb_sglang.capacity import Policy
 from cb_sglang.errors import InvalidRequestError
 from cb_sglang.wire import MAX_SENDER_TOKENS
 
@@ -81,13 +82,17 @@ class Queries(_Model):
 
 
 class Receivers(_Model):
-    """What receivers ask for, and whether they then answer with exactly ``max_new_tokens`` tokens."""
+    """What receivers ask for, and whether they then answer with exactly ``max_new_tokens`` tokens.
+
+    ``policy``: how the server treats a message that does not fit now; None leaves it to the server.
+    """
 
     answers: Answers = "off"
     max_new_tokens: Annotated[int, Field(ge=1, le=8_192)] = 16
     ratio: Annotated[float, Field(ge=1.0, le=MAX_RATIO)] | None = None
     budget: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     encoding: Literal["token_ids", "text"] = "token_ids"
+    policy: Policy | None = None
 
     @model_validator(mode="after")
     def _one_size(self) -> Receivers:
@@ -120,8 +125,8 @@ class Workload(_Model):
 
     tenants:        senders are dealt out to so many API keys.
     requests:       measured requests of a step, for each way.
-    baseline_share: share of them for text reports and full contexts, which take longer; never fewer than the
-                    step's concurrency.
+    baseline_share: share of them for text reports and full contexts, which take longer; never fewer than two for
+                    each receiver of the step.
     rounds:         the ways take turns so many times in a step, so that a noisy machine hits all of them.
     warmup:         requests of each way that are made first and not counted.
     """

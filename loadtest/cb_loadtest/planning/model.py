@@ -10,16 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from cb_sglang.errors import InvalidRequestError
+from cb_sglang.model_fitness import dtype_bytes, model_facts, read_config
 
-MAX_CONFIG_BYTES = 4 << 20
 _MAX_NUMBER = 1 << 40
-_MAX_LAYERS = 4_096
-
-
-class ShapeError(InvalidRequestError):
-    """A model config lacks something, or holds something that cannot be planned for."""
-
-    code = "invalid_model_config"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +78,7 @@ def built_in_names() -> list[str]:
 def load_shape(name_or_path: str) -> ModelShape:
     """A built-in shape by its name, else the shape in a ``config.json`` (or the folder with one).
 
-    Raises ShapeError.
+    Raises InvalidRequestError.
     """
     built_in = _built_in()
     if name_or_path in built_in:
@@ -93,58 +86,49 @@ def load_shape(name_or_path: str) -> ModelShape:
     path = Path(name_or_path)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        raise ShapeError(
+        raise InvalidRequestError(
             f"{name_or_path} is neither a file nor a built-in shape ({', '.join(built_in)})", param="config"
         )
-    if path.stat().st_size > MAX_CONFIG_BYTES:
-        raise ShapeError(f"{path} is longer than {MAX_CONFIG_BYTES} bytes; it is no config.json", param="config")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ShapeError(f"{path} is no JSON: {error}", param="config") from None
-    if not isinstance(config, dict):
-        raise ShapeError(f"{path} must hold a JSON object", param="config")
-    return shape_from_config(config, path.parent.name or path.stem)
+    return shape_from_config(read_config(path), path.parent.name or path.stem)
 
 
 def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
-    """From the keys of a Hugging Face config (its ``text_config`` when there is one). Raises ShapeError.
+    """From the keys of a Hugging Face config (its ``text_config`` when there is one). Raises InvalidRequestError.
 
     Gated MLPs (three matrices) are assumed, as in Qwen, Llama, Gemma and Mistral. MLA, linear attention and
     layers that mix dense MLPs with experts are refused: their cost has another form.
     """
-    text = config.get("text_config", config)
-    if not isinstance(text, Mapping):
-        raise ShapeError("text_config must be an object", param="config")
-    for key in ("kv_lora_rank", "linear_num_value_heads", "mamba_d_state"):
-        if text.get(key):
-            raise ShapeError(f"{name} has {key}: MLA and linear-attention models cannot be planned", param="config")
-    layers = _number(text, "num_hidden_layers", most=_MAX_LAYERS)
-    hidden = _number(text, "hidden_size")
-    heads = _number(text, "num_attention_heads")
-    kv_heads = _number(text, "num_key_value_heads", default=heads)
-    head_dim = _number(text, "head_dim", default=max(1, hidden // heads))
+    nested = config.get("text_config")
+    text = {**config, **nested} if isinstance(nested, Mapping) else config
+    facts = model_facts(config)
+    # Some mix attention and state within a layer, which the kinds of layers do not tell.
+    mixed = text.get("mamba_d_state") or text.get("linear_num_value_heads")
+    if facts.latent_attention or facts.attention_layers < facts.layers or mixed:
+        raise InvalidRequestError(
+            f"{name} has latent or linear attention; such models cannot be planned", param="config"
+        )
+    layers, hidden, heads, kv_heads, head_dim = facts.layers, facts.hidden, facts.heads, facts.kv_heads, facts.head_dim
     if heads % kv_heads:
-        raise ShapeError(f"{kv_heads} KV heads do not divide {heads} heads", param="config")
-    full_layers, window = _attention_kinds(text, layers)
+        raise InvalidRequestError(f"{kv_heads} KV heads do not divide {heads} heads", param="config")
+    windowed = facts.scored_layers < layers
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
     experts = _number(text, "num_experts", "num_local_experts", default=0)
     if experts:
         per_token = _number(text, "num_experts_per_tok", most=experts)
         width = _number(text, "moe_intermediate_size", "intermediate_size")
         if text.get("mlp_only_layers") or _number(text, "decoder_sparse_step", default=1) != 1:
-            raise ShapeError(f"{name} mixes dense MLPs with experts; that cannot be planned", param="config")
+            raise InvalidRequestError(f"{name} mixes dense MLPs with experts; that cannot be planned", param="config")
         dense, expert = layers * (attention + hidden * experts), layers * 3 * hidden * width  # with the router
     else:
         per_token, expert = 0, 0
         dense = layers * (attention + 3 * hidden * _number(text, "intermediate_size"))
     table = _number(text, "vocab_size") * hidden
-    tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", True))
+    tied = text.get("tie_word_embeddings", True)
     return ModelShape(
         name=name,
         layers=layers,
-        full_layers=full_layers,
-        window=window,
+        full_layers=facts.scored_layers,
+        window=_number(text, "sliding_window", "attention_chunk_size") if windowed else 0,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -155,29 +139,9 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
         experts_per_token=per_token,
         head_weights=table,
         embedding_weights=0 if tied else table,
-        context_length=_number(text, "max_position_embeddings"),
-        value_bytes=_value_bytes(text),
+        context_length=facts.context_length,
+        value_bytes=dtype_bytes(facts.dtype),
     )
-
-
-def _attention_kinds(text: Mapping[str, Any], layers: int) -> tuple[int, int]:
-    """How many layers attend to everything, and the window of the others."""
-    if not text.get("sliding_window") or text.get("use_sliding_window") is False:
-        return layers, 0
-    window = _number(text, "sliding_window")
-    kinds = text.get("layer_types")
-    if isinstance(kinds, list) and len(kinds) == layers:
-        return sum(kind == "full_attention" for kind in kinds), window
-    pattern = _number(text, "sliding_window_pattern", "_sliding_window_pattern", default=0)
-    return (layers // pattern if pattern else 0), window
-
-
-def _value_bytes(text: Mapping[str, Any]) -> int:
-    dtype = str(text.get("dtype") or text.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    sizes = {"bfloat16": 2, "float16": 2, "float32": 4}
-    if dtype not in sizes:
-        raise ShapeError(f"dtype {dtype} cannot be planned; set one of {', '.join(sizes)}", param="config")
-    return sizes[dtype]
 
 
 def _number(text: Mapping[str, Any], *keys: str, default: int | None = None, most: int = _MAX_NUMBER) -> int:
@@ -185,10 +149,10 @@ def _number(text: Mapping[str, Any], *keys: str, default: int | None = None, mos
     found = next((text[key] for key in keys if text.get(key) is not None), None)
     if found is None:
         if default is None:
-            raise ShapeError(f"the config has no {' or '.join(keys)}", param="config")
+            raise InvalidRequestError(f"the config has no {' or '.join(keys)}", param="config")
         return default
     if not isinstance(found, int) or isinstance(found, bool) or not 1 <= found <= most:
-        raise ShapeError(f"{keys[0]} must be a whole number from 1 to {most}, not {found!r}", param="config")
+        raise InvalidRequestError(f"{keys[0]} must be a whole number from 1 to {most}, not {found!r}", param="config")
     return found
 
 

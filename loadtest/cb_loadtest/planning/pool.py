@@ -20,9 +20,7 @@ class Pool:
         self._lengths: dict[int, int] = {}
         self._users: dict[int, int] = {}
         self._resting: OrderedDict[int, None] = OrderedDict()
-        self._pinned_resting: set[int] = set()
         self.evictable = 0
-        self.pinned_resting = 0
 
     def __contains__(self, sender: int) -> bool:
         return sender in self._lengths
@@ -38,14 +36,9 @@ class Pool:
     def lock(self, sender: int) -> None:
         """Keep a sender that is there from being evicted, until as many calls of ``unlock``."""
         users = self._users.get(sender, 0)
-        if not users:
-            length = self._lengths[sender]
-            if sender in self._pinned:
-                self._pinned_resting.remove(sender)
-                self.pinned_resting -= length
-            else:
-                del self._resting[sender]
-                self.evictable -= length
+        if not users and sender not in self._pinned:
+            del self._resting[sender]
+            self.evictable -= self._lengths[sender]
         self._users[sender] = users + 1
 
     def unlock(self, sender: int) -> None:
@@ -71,10 +64,6 @@ class Pool:
         self.free += positions
 
     def _rest(self, sender: int) -> None:
-        length = self._lengths[sender]
-        if sender in self._pinned:
-            self._pinned_resting.add(sender)
-            self.pinned_resting += length
-        else:
+        if sender not in self._pinned:
             self._resting[sender] = None
-            self.evictable += length
+            self.evictable += self._lengths[sender]

@@ -81,9 +81,10 @@ class Outcome:
     """What happened after the warm-up, under one policy.
 
     message, answer:  seconds from the request to the message, and to the end of the answer.
-    queued:           seconds until admission.
+    queued:           seconds in the admission queue, after the grant.
     kept:             granted / asked positions.
-    refused:          refusals by what refused: ``tenant_share``, ``queue_full``, ``deadline``, ``pool``, ``context``.
+    refused:          refusals by what refused: ``tenant_share``, ``queue_full``, ``deadline``, ``pool``, ``context``;
+                      the first two also where too many wait for room in the pool.
     grants:           granted messages by the limit that bound.
     rebuilds:         senders prefilled again because they had been evicted.
     counted_seconds:  simulated time after the warm-up.

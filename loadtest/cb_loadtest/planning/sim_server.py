@@ -1,10 +1,11 @@
-"""A simulated server: the real admission and budget code in front of a simulated engine and its pool."""
+"""A simulated server: the real grants and admission in front of a simulated engine and its pool."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import simpy
 
@@ -16,6 +17,8 @@ from cb_sglang.admission import MIN_RETRY_AFTER, Admission
 from cb_sglang.budget import positions_for_ratio
 from cb_sglang.capacity import CapacitySnapshot, Grant, Policy, ReceiverNeed, grant
 from cb_sglang.errors import CapacityError, ContextLengthError, RateLimitError
+from cb_sglang.grants import Grants
+from cb_sglang.seam.engine import EngineLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,18 @@ class Shared:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _PoolLoad:
+    """What ``Grants`` asks of an engine."""
+
+    pool: Pool
+    context_length: int
+
+    async def load(self) -> EngineLoad:
+        used = self.pool.positions - self.pool.free - self.pool.evictable
+        return EngineLoad(self.pool.positions, used, running_requests=0, waiting_requests=0)
+
+
 class _Refused(Exception):
     """A request ends without a message; ``retry_after`` in seconds."""
 
@@ -50,6 +65,16 @@ class _Refused(Exception):
         super().__init__(reason)
         self.reason = reason
         self.retry_after = retry_after
+
+
+@contextmanager
+def _as_refusal() -> Iterator[None]:
+    """What admission refuses with, by its reason."""
+    try:
+        yield
+    except CapacityError as error:
+        reason = "tenant_share" if isinstance(error, RateLimitError) else "queue_full"
+        raise _Refused(reason, error.retry_after or MIN_RETRY_AFTER) from None
 
 
 class SimulatedServer:
@@ -64,7 +89,12 @@ class SimulatedServer:
         self.pool = Pool(self._positions, self._pinned(own))
         self._admission = Admission(scenario.limits, clock=lambda: shared.env.now)
         self._engine = SimulatedEngine(shared.env, shared.engine)
-        self._without_grant = 0
+        self._grants = Grants(
+            cast(Any, _PoolLoad(self.pool, shared.engine.context_length)),
+            pins_to_come=lambda: 0,  # pinned senders are in the pool from the beginning
+            max_waiting=scenario.limits.max_waiting,
+            tenant_share=scenario.limits.tenant_share,
+        )
         self._rebuilding: dict[int, simpy.Event] = {}
         self._room = shared.env.event()
         for sender in own:  # the most popular have been read before the simulation begins
@@ -84,11 +114,9 @@ class SimulatedServer:
         """One request from its arrival to the end of the answer; returns the seconds of a refusal's Retry-After."""
         shared, outcome, arrived = self._shared, self._shared.outcome, self._env.now
         outcome.requests += shared.counting
-        self._without_grant += 1
         try:
             granted = yield from self._message(tenant, sender)
         except _Refused as refusal:
-            self._without_grant -= 1
             if shared.counting:
                 outcome.refused[refusal.reason] += 1
             return refusal.retry_after
@@ -104,45 +132,54 @@ class SimulatedServer:
         return 0.0
 
     def _message(self, tenant: str, sender: int) -> Generator[simpy.Event, Any, Grant]:
-        """Admission, the sender's KV, the grant, the score; raises _Refused. The receiver's positions stay reserved."""
-        scenario, length = self._shared.scenario, self._shared.lengths[sender]
+        """As cb_sglang.service does it: the grant, a turn, the sender's KV, all before one deadline; then the score.
+
+        Raises _Refused.
+        """
+        length = self._shared.lengths[sender]
+        if length > self._positions:
+            raise _Refused("context")
+        with _as_refusal():
+            self._admission.check(tenant=tenant, sender=str(sender), rows=1, positions=length)
+        deadline = self._env.timeout(self._shared.scenario.limits.default_deadline)
+        try:
+            with self._grants.receivers(tenant, 1) as mine:
+                granted = yield from self._grant(tenant, length, deadline)
+                mine.count(waiting=-1, granted=self._shared.receiver.positions(granted.granted))
+                yield from self._scored(tenant, sender, length, deadline)
+        except _Refused:
+            self._tell_room()
+            raise
+        return granted
+
+    def _scored(self, tenant: str, sender: int, length: int, deadline: simpy.Event) -> Steps:
+        rows = self._shared.scenario.rows
         started = self._env.event()
 
         def start() -> None:
             started.succeed()
 
-        try:
+        with _as_refusal():
             ticket = self._admission.enter(
-                tenant=tenant, sender=str(sender), rows=scenario.rows, positions=length, on_start=start
+                tenant=tenant, sender=str(sender), rows=rows, positions=length, on_start=start
             )
-        except CapacityError as error:
-            reason = "tenant_share" if isinstance(error, RateLimitError) else "queue_full"
-            raise _Refused(reason, error.retry_after or MIN_RETRY_AFTER) from None
         finished = False
         try:
-            deadline = self._env.timeout(scenario.limits.default_deadline)
             yield started | deadline
             if not ticket.running:
                 raise _Refused("deadline")
             if self._shared.counting:
                 self._shared.outcome.queued.add(ticket.queued_seconds)
             yield from self._bring_in(sender, length, deadline)
-            try:
-                granted = yield from self._grant(length, deadline)
-                self._without_grant -= 1
-                yield self._engine.score(sender, rows=scenario.rows, positions=length)
-            finally:
-                self.pool.unlock(sender)
-                self._tell_room()
+            yield self._engine.score(sender, rows=rows, positions=length)
+            self.pool.unlock(sender)
+            self._tell_room()
             finished = True
         finally:
             self._admission.leave(ticket, finished=finished)
-        return granted
 
     def _bring_in(self, sender: int, length: int, deadline: simpy.Event) -> Steps:
         """Lock the sender's KV, prefilled again if it was evicted, once for all who wait for it."""
-        if length > self._positions:
-            raise _Refused("context")
         while sender not in self.pool:
             if self.pool.place(sender, length):
                 self._shared.outcome.rebuilds += self._shared.counting
@@ -155,49 +192,50 @@ class SimulatedServer:
             yield rebuilt
             self._rebuilding.pop(sender, None)
 
-    def _grant(self, length: int, deadline: simpy.Event) -> Generator[simpy.Event, Any, Grant]:
-        """What the policy grants, its receiver's positions reserved; waits for room unless the policy is ``fixed``."""
+    def _grant(self, tenant: str, length: int, deadline: simpy.Event) -> Generator[simpy.Event, Any, Grant]:
+        """What the policy grants; waits for room, in one of the places for that, as cb_sglang.grants does it."""
         scenario = self._shared.scenario
         asked = positions_for_ratio(length, 0, scenario.ratio)
-        while True:
-            try:
-                granted = grant(
-                    asked,
-                    minimum=min(scenario.min_budget, asked),
-                    policy=self._shared.policy,
-                    snapshot=self._snapshot(),
-                    receiver=self._shared.receiver,
-                )
-            except ContextLengthError:
-                raise _Refused("context") from None
-            except CapacityError as error:
-                if self._shared.policy == "fixed":
-                    raise _Refused("pool", error.retry_after or MIN_RETRY_AFTER) from None
+        waiting = False
+        with ExitStack() as place:
+            while True:
+                try:
+                    return grant(
+                        asked,
+                        minimum=min(scenario.min_budget, asked),
+                        policy=self._shared.policy,
+                        snapshot=self._snapshot(tenant),
+                        receiver=self._shared.receiver,
+                    )
+                except ContextLengthError:
+                    raise _Refused("context") from None
+                except CapacityError:
+                    pass
+                if not waiting and not deadline.processed:
+                    with _as_refusal():
+                        place.enter_context(self._grants.queued(tenant))
+                    waiting = True
                 yield from self._wait_for_room(deadline)
-                continue
-            self.pool.reserve(self._shared.receiver.positions(granted.granted))
-            return granted
 
     def _answer(self, granted: Grant) -> Steps:
-        """The receiver reads its message and answers."""
-        scenario = self._shared.scenario
+        """The receiver, once it has room, reads its message and answers."""
+        scenario, taken = self._shared.scenario, self._shared.receiver.positions(granted.granted)
         read = granted.granted + scenario.prompt
+        while not self.pool.reserve(taken):
+            yield self._room
         yield self._engine.prefill(rows=read)
         yield self._engine.decode(tokens=scenario.answer, positions=read)
-        self.pool.release(self._shared.receiver.positions(granted.granted))
+        self.pool.release(taken)
         self._tell_room()
 
-    def _snapshot(self) -> CapacitySnapshot:
-        """A receiver's positions are taken out of the pool with its grant, so running ones will need no more."""
-        return CapacitySnapshot(
-            pool_positions=self._positions,
-            free_positions=self.pool.free,
-            evictable_positions=self.pool.evictable + self.pool.pinned_resting,
-            pinned_positions=self.pool.pinned_resting,
-            running_positions=0,
-            context_length=self._shared.engine.context_length,
-            receivers=self._without_grant,
-        )
+    def _snapshot(self, tenant: str) -> CapacitySnapshot:
+        asked = self._grants.snapshot(tenant)
+        try:
+            asked.send(None)  # what it awaits takes no time here, so it ends at once
+        except StopIteration as done:
+            found: CapacitySnapshot = done.value
+            return found
+        raise RuntimeError("the server's snapshot waits for something that is not simulated")
 
     def _wait_for_room(self, deadline: simpy.Event) -> Steps:
         if deadline.processed:

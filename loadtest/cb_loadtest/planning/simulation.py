@@ -1,7 +1,7 @@
 """Thousands of agents over many servers, as a discrete-event simulation.
 
-Budgets and admission are the server's own code (``cb_sglang.capacity``, ``cb_sglang.admission``) on simulated time;
-what a step costs comes from a plan or a fit. The same scenario gives the same numbers.
+Grants and admission are the server's own code (``cb_sglang.grants``, ``cb_sglang.admission``) on simulated time; what
+a step costs comes from a plan or a fit. The same scenario gives the same numbers.
 """
 
 from __future__ import annotations

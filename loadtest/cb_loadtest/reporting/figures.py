@@ -11,16 +11,21 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 
 from cb_loadtest.figure_style import COLOURS, GREY, MARKERS, counts_axis, levels_axis, plain, tidy, values_axis
-from cb_loadtest.reporting.inputs import CapacitySummary, CurvePoint, RunSummary, Step, Times
+from cb_loadtest.load.search import LEAST_PACE
+from cb_loadtest.reporting.inputs import NEEDED, CapacitySummary, CurvePoint, RunSummary, Step, Times
 
 WAY_NAMES = {"message": "message", "text_report": "text report", "full_context": "full context"}
 _LOADS = {"closed": "receivers at the same time", "open": "requests a second"}
 _PERCENTILES: tuple[tuple[str, Literal["-", ":"]], ...] = (("p50", "-"), ("p99", ":"))
 _WIDTH = 4.9  # of a panel, in inches
+_INSIDE = "white"  # of hollow markers
 
 
 def latency_figure(run: RunSummary) -> Figure | None:
-    """Median and 99th percentile against the load: time to the message, and to the end of the answer."""
+    """Median and 99th percentile against the load: time to the message, and to the end of the answer.
+
+    Hollow markers: the maximum, where there are too few requests for the percentile.
+    """
     panels: list[tuple[str, Sequence[Step], Callable[[Step], Times | None]]] = [
         ("time to message (ms)", [s for s in run.steps if not s.answering], lambda s: s.time_to_message_ms),
         ("time to end of answer (ms)", [s for s in run.steps if s.answering], lambda s: s.tteoa_ms),
@@ -33,13 +38,20 @@ def latency_figure(run: RunSummary) -> Figure | None:
         drawn: list[float] = []
         for way, found in _by_way(steps):
             for name, style in _PERCENTILES:
-                points = [(s.level, getattr(t, name)) for s in found if (t := times(s)) and getattr(t, name)]
+                ends = [(step.level, *t.percentile(name)) for step in found if (t := times(step))]
+                points = [(level, value) for level, value, _ in ends if value]
                 _line(axes, points, way, style)
+                few = [(level, value) for level, value, is_maximum in ends if value and is_maximum]
+                if few:
+                    _hollow(axes, few, *_look(way))
                 drawn += [value for _, value in points]
         _finish(axes, run.mode, steps, label, drawn)
     ways = _legend_of_ways(run.steps)
     styles = [Line2D([], [], color=GREY, linestyle=style, label=name) for name, style in _PERCENTILES]
-    figure.legend(handles=[*ways, *styles], loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    if any(line.get_markerfacecolor() == _INSIDE for axes in all_axes for line in axes.lines):
+        label = f"maximum of fewer than {NEEDED['p99']}"
+        styles.append(Line2D([], [], color=GREY, linestyle="", marker="o", markerfacecolor=_INSIDE, label=label))
+    figure.legend(handles=[*ways, *styles], loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure
 
 
@@ -82,19 +94,22 @@ def capacity_figure(found: CapacitySummary) -> Figure | None:
 
 
 def _draw_probes(axes: Axes, found: CapacitySummary) -> None:
-    measured = [(probe.level, probe.p99_ms) for probe in found.probes if probe.p99_ms is not None]
+    points = [(probe.level, probe.p99_ms, probe.pace) for probe in found.probes if probe.p99_ms is not None]
     failing = [probe.level for probe in found.probes if probe.p99_ms is None]
-    top = 1.5 * max([found.slo_p99_ms, *(p99 for _, p99 in measured)])
-    held = [point for point in measured if point[1] <= found.slo_p99_ms]
-    missed = [point for point in measured if point[1] > found.slo_p99_ms]
+    top = 1.5 * max([found.slo_p99_ms, *(p99 for _, p99, _ in points)])
+    held = [(level, p99) for level, p99, pace in points if p99 <= found.slo_p99_ms and pace >= LEAST_PACE]
+    slow = [(level, p99) for level, p99, pace in points if p99 <= found.slo_p99_ms and pace < LEAST_PACE]
+    missed = [(level, p99) for level, p99, _ in points if p99 > found.slo_p99_ms]
     axes.plot(*_columns(held), "o", color=COLOURS[0], label="probe, objective held")
     axes.plot(*_columns(missed), "x", color=COLOURS[1], label="probe, objective missed")
+    if slow:
+        axes.plot(*_columns(slow), "s", color=COLOURS[1], label="probe, fell behind")
     if failing:
         axes.plot(failing, [top] * len(failing), "^", color=COLOURS[1], label="probe, over 1 % failed")
     axes.axhline(found.slo_p99_ms, color=GREY, linestyle="--", linewidth=1, label=f"objective: {found.slo_p99_ms:g} ms")
     if found.knee.level is not None:
         axes.axvline(found.knee.level, color=COLOURS[2], linewidth=1, label=f"knee: {found.knee.level:.4g}")
-    values = [found.slo_p99_ms, *(p99 for _, p99 in measured), *([top] if failing else [])]
+    values = [found.slo_p99_ms, *(p99 for _, p99, _ in points), *([top] if failing else [])]
     values_axis(axes, values)
     levels_axis(axes, [probe.level for probe in found.probes])
     axes.set_xlabel(_LOADS[found.mode])
@@ -127,7 +142,7 @@ def _curve_line(
     x = [point.positions for point in points]
     axes.plot(x, counts, color=colour, linestyle=style, linewidth=1.4, marker=marker, markersize=5, label=label)
     beyond = [(point.positions, count) for point, count in zip(points, counts, strict=True) if point.extrapolated]
-    axes.plot(*_columns(beyond), marker, color=colour, markersize=5, markerfacecolor="white")
+    _hollow(axes, beyond, colour, marker)
 
 
 def _panels(count: int, height: float = 4.2) -> tuple[Figure, list[Axes]]:
@@ -154,6 +169,10 @@ def _look(way: str) -> tuple[str, str]:
 def _line(axes: Axes, points: Sequence[tuple[float, float]], way: str, style: str) -> None:
     colour, marker = _look(way)
     axes.plot(*_columns(points), color=colour, marker=marker, linestyle=style, linewidth=1.5, markersize=5)
+
+
+def _hollow(axes: Axes, points: Sequence[tuple[float, float]], colour: str, marker: str) -> None:
+    axes.plot(*_columns(points), marker, color=colour, markersize=5, markerfacecolor=_INSIDE)
 
 
 def _legend_of_ways(steps: Sequence[Step]) -> list[Line2D]:
