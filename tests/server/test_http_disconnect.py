@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from http.client import HTTPConnection
 
 import pytest
+from leaving import left, wait_until
 from served_api import ServedApi, random_ids
 
 from cb_sglang.client import CacheBack, Sender
@@ -40,16 +39,9 @@ def check_idle_again(server: ServedApi, done_before: int, work: int) -> None:
 def asked(server: ServedApi, path: str, body: object) -> Iterator[None]:
     """A request whose answer nobody reads; entered when the engine works on it, and left by hanging up."""
     before = server.prefilled()
-    connection = HTTPConnection("127.0.0.1", int(server.url.rpartition(":")[2]), timeout=60.0)
-    try:
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-        deadline = time.monotonic() + 60.0
-        while server.prefilled() == before:
-            assert time.monotonic() < deadline, "the engine never began"
-            time.sleep(0.05)
+    with left(server, path, body):
+        wait_until(lambda: server.prefilled() > before, "begun")
         yield
-    finally:
-        connection.close()
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["list", "stream"])
