@@ -189,13 +189,13 @@ def grant(
 def _check_pool(snapshot: CapacitySnapshot, needed: int) -> None:
     if needed > snapshot.pool_positions:
         raise ContextLengthError(
-            f"the receiver needs {needed} positions; the whole KV pool has {snapshot.pool_positions}; lower the budget "
-            "or the reserved output"
+            f"the receiver needs {needed} positions; it may have {snapshot.pool_positions} of the KV pool at most; "
+            "lower the budget or the reserved output"
         )
     if needed > snapshot.usable_positions:
         raise CapacityError(
-            f"the receiver needs {needed} positions; {snapshot.usable_positions} of {snapshot.pool_positions} in the "
-            "KV pool are usable now; try again later, or lower the budget or the reserved output"
+            f"the receiver needs {needed} positions; {snapshot.usable_positions} of the {snapshot.pool_positions} that "
+            "it may have of the KV pool are usable now; try again later, or lower the budget or the reserved output"
         )
 
 

@@ -48,12 +48,15 @@ def serve(
         ),
     ] = None,
     tenant_share: Annotated[
-        float, typer.Option(min=0.01, max=1.0, help="Share of queue and registry that one tenant may hold.")
+        float,
+        typer.Option(min=0.01, max=1.0, help="Share of queue, registry, pool and audit that a tenant may hold."),
     ] = 0.5,
     max_running_rows: Annotated[
         int, typer.Option(min=1, max=1 << 20, help="Query rows in the engine at once; fewer keep chats fluent.")
     ] = 4_096,
-    max_waiting: Annotated[int, typer.Option(min=1, max=1 << 20, help="Requests that may wait for a turn.")] = 1_024,
+    max_waiting: Annotated[
+        int, typer.Option(min=1, max=1 << 20, help="Requests that may wait for a turn or for room.")
+    ] = 1_024,
     deadline: Annotated[
         float, typer.Option(min=0.1, max=3_600.0, help="Seconds that a request may wait for a turn.")
     ] = 30.0,

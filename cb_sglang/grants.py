@@ -20,13 +20,13 @@ _RETRY_SECONDS = 0.1
 class Grants:
     """For one event loop.
 
-    pins_to_come: pinned positions that the engine does not hold yet.
+    pins_to_come: pinned positions that are not among those that the engine says are used.
     max_waiting:  grants that may wait for room in the pool at once.
     tenant_share: the part of the pool, and of those places, that one tenant may hold, in (0, 1].
     """
 
     def __init__(
-        self, engine: Engine, *, pins_to_come: Callable[[], int], max_waiting: int, tenant_share: float
+        self, engine: Engine, *, pins_to_come: Callable[[int], int], max_waiting: int, tenant_share: float
     ) -> None:
         self.engine = engine
         self._pins_to_come, self._max_waiting, self._share = pins_to_come, max_waiting, tenant_share
@@ -65,12 +65,14 @@ class Grants:
         """
         load = await self.engine.load()
         own = asking.granted_positions if asking is not None and asking.of_one else 0
+        if asking is not None and not asking.waiting:
+            more += 1  # it has a grant for another of its messages already, and asks once more
         free = max(0, load.pool_positions - load.used_positions)
         whole = CapacitySnapshot(
             pool_positions=load.pool_positions,
             free_positions=free,
             evictable_positions=0,  # SGLang counts what it may evict as unused
-            pinned_positions=min(self._pins_to_come(), free),
+            pinned_positions=min(self._pins_to_come(load.used_positions), free),
             running_positions=self.granted_positions - own,
             context_length=self.engine.context_length,
             receivers=max(1, self.waiting + more),

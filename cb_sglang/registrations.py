@@ -1,46 +1,64 @@
-"""Registrations under way: how many calls at once, and how much of the pool that they would evict each other from."""
+"""What may be under way at once: registrations by number, prefills of whole senders by what they take of the pool."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from cb_sglang.errors import CapacityError, RateLimitError
 
 
-class Bounded:
-    """What is under way, by tenant, at most ``most`` together; one tenant has its share of that.
+class Registrations:
+    """At most ``most`` calls at once; one tenant has its share of them."""
 
-    One piece that is larger than a bound is let in where nothing else is under way that the bound is for.
-    """
-
-    def __init__(self, most: int, tenant_share: float, what: str) -> None:
-        self._most, self._share, self._what = most, max(1, int(most * tenant_share)), what
+    def __init__(self, most: int, tenant_share: float) -> None:
+        self._most, self._share = most, max(1, int(most * tenant_share))
         self._of: Counter[str] = Counter()
 
     @contextmanager
-    def counted(self, tenant: str, size: int = 1) -> Iterator[None]:
+    def counted(self, tenant: str) -> Iterator[None]:
         """Count one in. Raises CapacityError when there are too many, RateLimitError when this tenant has."""
-        total, own = self._of.total(), self._of[tenant]
-        if total and total + size > self._most:
-            raise CapacityError(f"{total} of at most {self._most} {self._what}; try again later")
-        if own and own + size > self._share:
-            raise RateLimitError(
-                f"{own} {self._what}, and the share of a tenant is {self._share}; wait for one of them"
-            )
-        self._of[tenant] += size
+        if self._of.total() >= self._most:
+            raise CapacityError(f"{self._most} senders are being registered, the most at once; try again later")
+        if self._of[tenant] >= self._share:
+            raise RateLimitError(f"{self._share} senders of this tenant are being registered, its share; wait for one")
+        self._of[tenant] += 1
         try:
             yield
         finally:
-            self._of[tenant] -= size
+            self._of[tenant] -= 1
             if not self._of[tenant]:
                 del self._of[tenant]
 
 
-class Registrations:
-    """``calls``: registrations that are read, tokenised and entered. ``prefills``: positions of those computed."""
+class PrefillRoom:
+    """Positions that may be computed at once, first come first served: more would evict each other from the pool."""
 
-    def __init__(self, *, calls: int, positions: int, tenant_share: float) -> None:
-        self.calls = Bounded(calls, tenant_share, "registrations are under way")
-        self.prefills = Bounded(positions, tenant_share, "positions of new senders are being computed")
+    def __init__(self, most: int) -> None:
+        self._most = self._free = most
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @asynccontextmanager
+    async def taken(self, positions: int) -> AsyncIterator[None]:
+        """Wait for so many; all there are, where it is more."""
+        size = min(positions, self._most)
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((size, turn))
+        try:
+            self._next()
+            await turn
+            yield
+        finally:
+            if turn.done() and not turn.cancelled():
+                self._free += size
+            else:
+                self._waiting.remove((size, turn))
+            self._next()
+
+    def _next(self) -> None:
+        while self._waiting and self._waiting[0][0] <= self._free:
+            size, turn = self._waiting.popleft()
+            self._free -= size
+            turn.set_result(None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from cb_sglang.errors import CacheBackError, CapacityError, InvalidRequestError, RateLimitError, SenderNotFoundError
 from cb_sglang.senders import RegisteredSender, SenderContent, new_sender
@@ -98,6 +98,8 @@ class Pin:
 
     positions: int
     pinned_positions: int
+    change: int = field(default=0, compare=False)
+    """Which change of a pin this was, to undo it."""
 
 
 @dataclass(slots=True)
@@ -105,6 +107,7 @@ class _Entry:
     sender: RegisteredSender
     lease: Lease
     pinned: int = 0
+    pin_change: int = 0
 
     @property
     def amounts(self) -> Amounts:
@@ -127,6 +130,7 @@ class SenderRegistry:
         self._usage: dict[str, Amounts] = {}
         self._total = Amounts()
         self._renewed: dict[str, Lease] = {}
+        self._pin_changes = 0
 
     def make(self, tenant: str, model_fingerprint: str, content: SenderContent) -> RegisteredSender:
         """The tenant's sender of this content: the registered one, or a new one that ``add`` has yet to admit.
@@ -239,7 +243,15 @@ class SenderRegistry:
         )
         wanted = len(entry.sender) if positions_cap is None else min(len(entry.sender), positions_cap)
         self._set_pinned(entry, max(0, min(wanted, left)))
-        return Pin(len(entry.sender), entry.pinned)
+        return Pin(len(entry.sender), entry.pinned, entry.pin_change)
+
+    def undo_pin(self, tenant: str, sender_id: str, pin: Pin, before: int) -> bool:
+        """Account for ``before`` positions in place of ``pin``; not where somebody has pinned or unpinned it since."""
+        entry = self._entry(tenant, sender_id)
+        if entry is None or entry.pin_change != pin.change:
+            return False
+        self._set_pinned(entry, before)
+        return True
 
     def unpin(self, tenant: str, sender_id: str) -> None:
         """Raises SenderNotFoundError."""
@@ -284,6 +296,8 @@ class SenderRegistry:
     def _set_pinned(self, entry: _Entry, positions: int) -> None:
         self._count(entry.sender.tenant, Amounts(pinned_positions=positions - entry.pinned))
         entry.pinned = positions
+        self._pin_changes += 1
+        entry.pin_change = self._pin_changes
 
     def _count(self, tenant: str, change: Amounts, sign: int = 1) -> None:
         self._usage[tenant] = self.usage(tenant).plus(change, sign)

@@ -74,7 +74,8 @@ class SenderPins:
     def retry(self) -> None:
         """Let go of what the engine was not, or could not be, told of. To be called every few seconds."""
         for held in list(self._held.values()):
-            if not self.wanted(held.sender):
+            lock = self._locks.get(held.sender.id)
+            if not self.wanted(held.sender) and (lock is None or not lock.locked()):
                 self.settle_later(held.sender)
 
     async def _settled(self, sender: RegisteredSender) -> None:

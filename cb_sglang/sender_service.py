@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,10 +20,9 @@ from cb_sglang.errors import (
     CacheBackError,
     ContextLengthError,
     InvalidRequestError,
-    SenderNotFoundError,
 )
 from cb_sglang.received import received_part
-from cb_sglang.registrations import Registrations
+from cb_sglang.registrations import PrefillRoom, Registrations
 from cb_sglang.registry import SenderRegistry
 from cb_sglang.runs import Runs, size, union
 from cb_sglang.seam.engine import Context, Engine
@@ -37,6 +36,8 @@ from cb_sglang.tenants import Tenant, namespace, sender_id_key
 logger = logging.getLogger(__name__)
 _UPKEEP_SECONDS = 2.0
 _TRUSTED_SECONDS = 1.0
+_PRESUMED_SECONDS = 30.0
+"""So long a sender is not expected to have been evicted; it need not wait for room to be computed in."""
 _MAX_LINEAGE = 1_024
 
 
@@ -63,17 +64,12 @@ class SenderService:
         self._writer = AuditWriter(database, self._audit)
         self._prefills: SingleFlight[_Ready] = SingleFlight()
         self._registrations: SingleFlight[_Ready] = SingleFlight()
-        self._under_way = Registrations(
-            calls=settings.max_registrations,
-            positions=engine.pool_positions * engine.ranks,
-            tenant_share=settings.senders.tenant_share,
-        )
+        self._under_way = Registrations(settings.max_registrations, settings.senders.tenant_share)
+        self._room = PrefillRoom(engine.pool_positions * engine.ranks)
         self.on_upkeep: Callable[[], None] = lambda: None
         """Called every few seconds."""
         self._seen_cached: dict[str, float] = {}
         """When senders were last known to be in the cache (monotonic seconds)."""
-        self._to_rebuild: set[str] = set()
-        """Senders that are not in the cache, whose rows somebody has counted."""
         self.pins = SenderPins(engine, self.registry, self.context)
         self._upkeep: asyncio.Task[None] | None = None
 
@@ -93,7 +89,7 @@ class SenderService:
 
         Raises InvalidRequestError, ContextLengthError, CapacityError, RateLimitError, EngineError, StoreError.
         """
-        with self._under_way.calls.counted(tenant.name):
+        with self._under_way.counted(tenant.name):
             received = await self.received(tenant, request.inherits or [], "inherits")
             new = await new_content(self.engine, request, leads=not received)
             part = concatenated([*received, new])
@@ -110,7 +106,7 @@ class SenderService:
     async def extend(self, tenant: Tenant, sender_id: str, request: wire.ExtendRequest) -> wire.Sender:
         """A new sender: this one and then the new content. Raises like ``register``, and SenderNotFoundError."""
         parent = self.registry.get(tenant.name, sender_id)
-        with self._under_way.calls.counted(tenant.name):
+        with self._under_way.counted(tenant.name):
             new = await new_content(self.engine, request, leads=False)
             part = concatenated([Part(list(parent.input_ids), parent.rows, parent.private), new])
             content = SenderContent(
@@ -137,7 +133,7 @@ class SenderService:
         # From the store first: where that fails, the sender is still there, and not back after a restart.
         await self._database.run(self._store.remove, [sender_id])
         self.registry.remove(tenant.name, sender_id)
-        self._forget_cached(sender_id)
+        self._seen_cached.pop(sender_id, None)
         self.pins.settle_later(sender)
 
     async def pin(self, tenant: Tenant, sender_id: str) -> wire.Sender:
@@ -176,9 +172,9 @@ class SenderService:
         rank = int(sender.fingerprint[:8], 16) % ranks if ranks > 1 else None
         return Context(list(sender.input_ids), sender.rows, namespace, rank)
 
-    def pins_to_come(self) -> int:
-        """Pinned positions that the engine does not hold: of senders that were not asked since a restart."""
-        return max(0, self.registry.usage().pinned_positions - self.pins.held_positions)
+    def pins_to_come(self, used: int) -> int:
+        """Pinned positions that are not among the ``used`` ones of the engine: it was restarted, or flushed."""
+        return max(0, self.registry.usage().pinned_positions - min(self.pins.held_positions, used))
 
     async def warm(self, sender: RegisteredSender) -> wire.CacheMiss | None:
         """See that a sender is in the cache, prefilled once for all who ask at once; why it was not, if so.
@@ -192,14 +188,6 @@ class SenderService:
         if self.engine.found_all(ready.cached, len(sender)):
             return None
         return "restarted" if seen is None else "evicted"
-
-    def rows_to_rebuild(self, sender: RegisteredSender) -> int:
-        """Rows that the engine computes to bring it back, for the first to ask; 0 where it was seen in the cache."""
-        if self._seen_cached.get(sender.id, -math.inf) > -math.inf or sender.id in self._to_rebuild:
-            return 0
-        if self.registry.holds(sender.tenant, sender.id):  # it may have been deleted meanwhile
-            self._to_rebuild.add(sender.id)
-        return len(sender)
 
     def missed(self, sender: RegisteredSender, cached: int) -> wire.CacheMiss | None:
         """Why a query found only ``cached`` positions of a sender that was in the cache a moment before."""
@@ -330,8 +318,7 @@ class SenderService:
 
     async def _enter(self, sender: RegisteredSender, ttl: float | None) -> _Ready:
         """Prefill, admit and write down. Where writing fails, nothing is left of a sender that was not there before."""
-        with self._under_way.prefills.counted(sender.tenant, len(sender)):
-            ready = await self._prefilled(sender)
+        ready = await self._prefilled(sender)
         known = self.registry.holds(sender.tenant, sender.id)
         lease = self.registry.add(ready.sender, ttl)
         try:
@@ -351,25 +338,20 @@ class SenderService:
         # Submitted before anything else can run: one of them may be registered anew meanwhile.
         removal = self._database.run(self._store.remove, [sender.id for sender in gone])
         for sender in gone:
-            self._forget_cached(sender.id)
+            self._seen_cached.pop(sender.id, None)
             self.pins.settle_later(sender)
         await removal
 
-    def _forget_cached(self, sender_id: str) -> None:
-        self._seen_cached.pop(sender_id, None)
-        self._to_rebuild.discard(sender_id)
-
     async def _pin(self, sender: RegisteredSender) -> None:
         before = self.pins.wanted(sender)
-        granted = self.registry.pin(sender.tenant, sender.id).pinned_positions
-        stored = self._database.run(self._store.pin, sender.id, granted > 0)
+        pin = self.registry.pin(sender.tenant, sender.id)
+        stored = self._database.run(self._store.pin, sender.id, pin.pinned_positions > 0)
         try:
-            await self.pins.settle(sender)
+            await self.pins.settle(sender, again=True)
             await stored
         except BaseException:
-            # As it was: whoever pinned it before was told so.
-            with suppress(SenderNotFoundError):
-                self.registry.pin(sender.tenant, sender.id, positions_cap=before)
+            # As it was, unless somebody has changed it since: whoever pinned it before was told so.
+            if self.registry.undo_pin(sender.tenant, sender.id, pin, before):
                 _unattended(self._database.run(self._store.pin, sender.id, before > 0))
             self.pins.settle_later(sender)
             raise
@@ -383,12 +365,14 @@ class SenderService:
             whole = self.context(sender)
             before = replace(whole, input_ids=whole.input_ids[: len(sender) - sender.latent])
             sender = sender.with_latent_rows(await self.engine.latent_rows(before, sender.latent))
-        cached = await self.engine.prefill(self.context(sender))
+        seen = self._seen_cached.get(sender.id, -math.inf)
+        presumed = time.monotonic() - seen < _PRESUMED_SECONDS
+        async with nullcontext() if presumed else self._room.taken(len(sender)):
+            cached = await self.engine.prefill(self.context(sender))
         if self.pins.wanted(sender):
             # A flush of the cache or a restart has taken the pin with the KV, and nothing tells so.
             await self.pins.settle(sender, again=True)
         self._seen_cached[sender.id] = time.monotonic()
-        self._to_rebuild.discard(sender.id)
         if len(self._seen_cached) > 2 * self.settings.senders.total.senders:
             del self._seen_cached[next(iter(self._seen_cached))]
         return _Ready(sender, cached)
@@ -418,12 +402,12 @@ class SenderService:
         while True:
             await asyncio.sleep(_UPKEEP_SECONDS)
             try:
+                self.pins.retry()
                 await self._expire()
                 renewed = self.registry.take_renewed()
                 if renewed:
                     await self._database.run(self._store.renew, renewed)
                 self.on_upkeep()
-                self.pins.retry()
             except Exception:
                 logger.exception("the upkeep of senders failed; it is tried again")
 

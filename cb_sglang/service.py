@@ -221,7 +221,7 @@ class MessageService:
             for plan in plans
         ]
         granted = [plan.granted(found.granted) for plan, found in zip(plans, grants, strict=True)]
-        rows = sum(self._rows(sender, plan) for plan in plans) + self.senders.rows_to_rebuild(sender)
+        rows = sum(self._rows(sender, plan) for plan in plans)
         async with self.admission.admit(
             tenant=sender.tenant,
             sender=sender.id,

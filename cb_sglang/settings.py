@@ -19,7 +19,7 @@ class Settings:
                        process.
     tenant_keys:       the file of tenants' keys; None: the environment's, or none.
     pin_share:         the part of the KV pool that pinned senders may hold together, 0 to 1.
-    max_registrations: registrations under way at once; what they compute together is bounded by the KV pool.
+    max_registrations: registrations under way at once; further ones are refused until one is done.
     max_audit:         how many records of sent messages are kept.
 
     Raises InvalidRequestError for values that cannot be used.

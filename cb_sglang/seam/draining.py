@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -18,12 +19,25 @@ def before_exit(finish: Callable[[], Awaitable[None]]) -> None:
 
 
 async def finish_ours_first(original: Callable[..., Awaitable[None]], manager: Any) -> None:
-    """Around TokenizerManager.sigterm_watchdog."""
+    """Around TokenizerManager.sigterm_watchdog. Does not wait where SGLang would not: on a dead engine, or when told so
+    (SGL_FORCE_SHUTDOWN)."""
     while not manager.gracefully_exit:
         await asyncio.sleep(_LOOK_SECONDS)
+    finishing = asyncio.create_task(_finish())
+    while not finishing.done() and not _is_forced(manager):
+        await asyncio.wait({finishing}, timeout=_LOOK_SECONDS)
+    finishing.cancel()
+    await original(manager)
+
+
+async def _finish() -> None:
     for finish in _finishing:
         try:
             await finish()
         except Exception:
             logger.exception("not all was finished before the server's end")
-    await original(manager)
+
+
+def _is_forced(manager: Any) -> bool:
+    forced = os.environ.get("SGL_FORCE_SHUTDOWN", "").lower() in ("1", "true")
+    return forced or manager.server_status.name == "UnHealthy"

@@ -30,6 +30,7 @@ from cb_sglang.spec import (
 )
 
 T = TypeVar("T")
+_SENDER_PRIORITY = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,7 @@ class Engine:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *args)
 
     async def tokenizing_long(self, function: Callable[..., T], *args: Any) -> T:
-        """The same for whole senders, on a thread of its own: no query waits behind them."""
+        """The same for whole senders and texts of their size, on a thread of its own: short queries do not wait."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing_long, function, *args)
 
     async def load(self) -> EngineLoad:
@@ -267,10 +268,13 @@ class Engine:
 
 def _priority(server_args: Any) -> int | None:
     """What keeps senders in the cache longer than requests without a priority, where the operator has chosen so
-    (--radix-eviction-policy priority). None where it would also decide who is served first."""
+    (--radix-eviction-policy priority). None where it would also decide who is served first.
+
+    Above 1, which SGLang gives to the prompt of a request without one (mem_cache/unified_radix_cache.py, checkpoint).
+    """
     by_priority = server_args.radix_eviction_policy == "priority"
     taken = server_args.enable_priority_scheduling or server_args.abort_on_priority_when_disabled
-    return 1 if by_priority and not taken else None
+    return _SENDER_PRIORITY if by_priority and not taken else None
 
 
 def overrides(rows: Rows | None) -> Any:

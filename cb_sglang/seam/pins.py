@@ -37,14 +37,15 @@ def check_pin(spec: PinSpec) -> None:
 def apply_pin(tree: Any, req: Any, spec: PinSpec) -> None:
     """Hold or let go, once the request's positions are in the tree and before its own lock is gone.
 
-    One that was aborted holds nothing: whoever asked for it has left, and may let go of it next.
+    One that was aborted changes nothing: whoever asked for it has left, and may let go of it next.
     """
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
+    if spec.hold and isinstance(req.finished_reason, FINISH_ABORT):
+        return
     held: dict[str, Any] = tree.__dict__.setdefault("cacheback_pins", {})
     tree.unlock(held.pop(spec.pin_id, None))
-    aborted = isinstance(req.finished_reason, FINISH_ABORT)
-    if spec.hold and not aborted and req.lock is not None and len(held) < MAX_PINS:
+    if spec.hold and req.lock is not None and len(held) < MAX_PINS:
         held[spec.pin_id] = tree.lock(req.lock.node)
 
 

@@ -51,19 +51,24 @@ class ChatWithMessages:
             parsed = await asyncio.to_thread(_with_field, seen.body)
         if parsed is None:
             return await self._original.handle(scope, seen.then(receive), send)
-        request = Request(scope, receive)
-        try:
-            response = await _answer(parsed, request)
-        except CacheBackError as error:
-            count_error(scope["app"], error.code)
-            response = error_response(error)
-        except (RequestValidationError, ConnectionError):
-            raise  # SGLang's own handler answers for its part of the body
-        except Exception:
-            failure = unexpected(f"POST {PATH}")
-            count_error(scope["app"], failure.code)
-            response = error_response(failure)
-        await response(scope, receive, send)
+        with scope["app"].state.cacheback_open_calls.one():
+            response = await _guarded(parsed, Request(scope, receive))
+            await response(scope, receive, send)
+
+
+async def _guarded(parsed: dict[str, Any], request: Request) -> Any:
+    """The answer, or the error as one."""
+    try:
+        return await _answer(parsed, request)
+    except CacheBackError as error:
+        count_error(request.app, error.code)
+        return error_response(error)
+    except (RequestValidationError, ConnectionError):
+        raise  # SGLang's own handler answers for its part of the body
+    except Exception:
+        failure = unexpected(f"POST {PATH}")
+        count_error(request.app, failure.code)
+        return error_response(failure)
 
 
 async def _answer(body: dict[str, Any], request: Request) -> Any:

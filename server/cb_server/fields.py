@@ -64,7 +64,9 @@ def _check_fields(given: dict[str, Any], fields: dict[str, Field], prompts: int 
             continue
         shown = name[:_MAX_SHOWN_CHARS]
         field = fields.get(name)
-        if field is None:
+        if field is _NOT_ASKED and not value:
+            continue
+        if field is None or field is _NOT_ASKED:
             raise InvalidRequestError(f"{shown} is not open to tenants of this server; leave it out", param=shown)
         listed = field.each and isinstance(value, list) and len(value) == prompts
         if not all(field.holds(one) for one in (value if listed else [value])):
@@ -178,8 +180,11 @@ _SAMPLING = {
 } | _as_they_are(
     "top_p min_p frequency_penalty presence_penalty regex ebnf no_stop_trim ignore_eos skip_special_tokens"
 )
+# Not open; but SGLang's own clients send them, empty or false.
+_NOT_ASKED = Field("", lambda value: False)
 _SAMPLING_PARAMS = (
     _SAMPLING
+    | {"stop_regex": _NOT_ASKED}
     | {"max_new_tokens": _whole(0, _INT32), "min_new_tokens": _whole(0, _INT32)}
     | _as_they_are("json_schema structural_tag sampling_seed spaces_between_special_tokens")
 )
@@ -205,6 +210,8 @@ _GENERATE = {
     "top_logprobs_num": replace(_whole(0, _MAX_LOGPROBS), each=True),
     "token_ids_logprob": _FEW_IDS,
     "lora_path": _NAME,
+    "return_routed_experts": _NOT_ASKED,
+    "return_hidden_states": _NOT_ASKED,
 } | _as_they_are("stream return_text_in_logprobs return_prompt_token_ids")
 _COMPLETIONS = (
     _OPENAI

@@ -11,6 +11,7 @@ import logging
 import re
 import time
 import uuid
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from typing import Any
 
@@ -50,7 +51,7 @@ def write_to_stderr() -> None:
 class AccessLog:
     """An ASGI middleware, to be put around all others. Whatever is not ours passes through unchanged.
 
-    ``calls`` counts the open ones; SGLang's own among them, since a chat may turn out to be ours.
+    ``calls`` counts the open ones on our paths.
     """
 
     def __init__(self, app: ASGIApp, calls: OpenCalls) -> None:
@@ -61,7 +62,7 @@ class AccessLog:
             return await self._app(scope, receive, send)
         exchange = _Exchange(scope, receive, send)
         try:
-            with self._calls.one():
+            with self._calls.one() if is_ours(scope["path"]) else nullcontext():
                 await self._app(scope, exchange.receive, exchange.send)
         except Exception:
             exchange.failed = True

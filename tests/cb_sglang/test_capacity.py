@@ -74,7 +74,7 @@ def test_the_limit_that_binds(
         (
             lambda: granted(3_000, "fit", pool_positions=1_327, free_positions=1_327, evictable_positions=0),
             ContextLengthError,
-            "the whole KV pool has 1327; lower the budget",
+            "it may have 1327 of the KV pool at most; lower the budget",
         ),
         (lambda: granted(3_000, "most"), InvalidRequestError, "policy must be one of fixed, fit, share, not most"),  # type: ignore[arg-type]
         (lambda: replace(POOL, free_positions=70_001), InvalidRequestError, "exceed the pool"),

@@ -26,7 +26,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def run(test: Callable[[RecordingEngine, Grants], Coroutine[Any, Any, None]], *, share: float = 1.0) -> None:
         async def main() -> None:
             engine = RecordingEngine(pool_positions=1_000, context_length=600)
-            grants = Grants(engine, pins_to_come=lambda: 0, max_waiting=3, tenant_share=share)  # type: ignore[arg-type]
+            grants = Grants(engine, pins_to_come=lambda used: 0, max_waiting=3, tenant_share=share)  # type: ignore[arg-type]
             monkeypatch.setattr(cb_sglang.grants.time, "monotonic", asyncio.get_running_loop().time)
             await test(engine, grants)
             assert (grants.waiting, grants.granted_positions) == (0, 0)
@@ -176,15 +176,27 @@ def test_messages_of_one_receiver_count_once(run: Any) -> None:
     run(test)
 
 
+def test_a_receiver_that_asks_again_counts_beside_the_others(run: Any) -> None:
+    async def test(engine: RecordingEngine, grants: Grants) -> None:
+        described = wire.Receiver(senders=2)
+        with grants.receivers("a", 1, of_one=True) as first, grants.receivers("a", 1, of_one=True) as second:
+            for receiver in (first, second):
+                for _ in range(2):
+                    assert (await grant(receiver, 900, described=described)).granted == 250
+            assert grants.granted_positions == 1_000
+
+    run(test)
+
+
 def test_a_tenant_has_its_share_of_the_pool_to_itself(run: Any) -> None:
     async def test(engine: RecordingEngine, grants: Grants) -> None:
         with grants.receivers("a", 2) as a, grants.receivers("b", 1) as b:
             # Half of 1,000 positions for each; two receivers of "a" share its half.
             assert [(await grant(a, 900)).granted for _ in range(2)] == [250, 250]
             assert (await grant(b, 900)).granted == 500
-            with grants.receivers("c", 1) as c, pytest.raises(CapacityError, match="0 of 500 in the KV pool"):
+            with grants.receivers("c", 1) as c, pytest.raises(CapacityError, match="0 of the 500 that it may have"):
                 await grant(c, 900)
-        with grants.receivers("a", 1) as one, pytest.raises(ContextLengthError, match="whole KV pool has 500"):
+        with grants.receivers("a", 1) as one, pytest.raises(ContextLengthError, match="may have 500 of the KV pool"):
             await grant(one, 550, policy="fixed")
 
     run(test, share=0.5)

@@ -1,29 +1,73 @@
-"""What may be under way at once: bounded in all and for each tenant, and given back."""
+"""What may be under way at once: bounded, in turn, and given back however it ends."""
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import ExitStack
 
 import pytest
 
 from cb_sglang.errors import CapacityError, RateLimitError
-from cb_sglang.registrations import Bounded
+from cb_sglang.registrations import PrefillRoom, Registrations
 
 
-def test_bounds_in_all_and_for_each_tenant() -> None:
-    positions = Bounded(100, 0.5, "positions")
+def test_registrations_are_bounded_in_all_and_for_each_tenant() -> None:
+    calls = Registrations(4, 0.5)
     with ExitStack() as first:
-        # Alone, one may be larger than the share; then another of the tenant waits.
-        first.enter_context(positions.counted("a", 60))
-        with pytest.raises(RateLimitError, match="60 positions, and the share of a tenant is 50"):
-            first.enter_context(positions.counted("a", 1))
-        first.enter_context(positions.counted("b", 40))
-        with pytest.raises(CapacityError, match="100 of at most 100 positions") as caught:
-            first.enter_context(positions.counted("c"))
+        for tenant in "aab":
+            first.enter_context(calls.counted(tenant))
+        with pytest.raises(RateLimitError, match="2 senders of this tenant"):
+            first.enter_context(calls.counted("a"))
+        first.enter_context(calls.counted("b"))
+        with pytest.raises(CapacityError, match="4 senders are being registered") as caught:
+            first.enter_context(calls.counted("c"))
         assert type(caught.value) is CapacityError
-    # Whatever was let in or refused, nothing is left of it; and what exceeds all is let in alone.
-    with positions.counted("c", 500), pytest.raises(CapacityError), positions.counted("a"):
-        pass
+    # Whatever was let in or refused, nothing is left of it.
     with ExitStack() as last:
         for tenant in "aabb":
-            last.enter_context(positions.counted(tenant, 25))
+            last.enter_context(calls.counted(tenant))
+
+
+def test_prefills_wait_in_turn_and_leave_whenever_they_want() -> None:
+    async def test() -> None:
+        room, running = PrefillRoom(100), []
+
+        async def prefill(name: str, positions: int, until: asyncio.Event) -> None:
+            async with room.taken(positions):
+                running.append(name)
+                try:
+                    await until.wait()
+                finally:
+                    running.remove(name)
+
+        ends = {name: asyncio.Event() for name in "abcde"}
+        sizes = {"a": 60, "b": 500, "c": 30, "d": 30, "e": 40}
+        tasks = {name: asyncio.create_task(prefill(name, sizes[name], ends[name])) for name in "abcde"}
+        await asyncio.sleep(0)
+        assert running == ["a"], "what would fit does not pass the large one"
+        tasks["b"].cancel()
+        await asyncio.sleep(0.001)
+        assert running == ["a", "c"]
+        tasks["a"].cancel()
+        await asyncio.sleep(0.001)
+        assert sorted(running) == ["c", "d", "e"]
+        for end in ends.values():
+            end.set()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        async with room.taken(100):
+            pass
+        assert room._free == 100 and not room._waiting
+
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
+def test_one_larger_than_the_room_has_it_alone() -> None:
+    async def test() -> None:
+        room = PrefillRoom(100)
+        async with room.taken(500):
+            other = asyncio.create_task(room.taken(1).__aenter__())
+            await asyncio.sleep(0.001)
+            assert not other.done()
+        await other
+
+    asyncio.run(asyncio.wait_for(test(), 20))

@@ -19,6 +19,36 @@ def in_engine_and_registry(engine: RecordingEngine, service: MessageService) -> 
     return pinned, service.senders.registry.usage().pinned_positions
 
 
+def test_who_leaves_takes_nothing_back_that_was_changed_since(tmp_path: Path) -> None:
+    async def test(engine: RecordingEngine, service: MessageService) -> None:
+        sender = await registered(service)
+        engine.hold = asyncio.Event()
+        leaving, staying = (asyncio.create_task(service.senders.pin(ALICE, sender)) for _ in range(2))
+        await settle()
+        leaving.cancel()
+        await settle()
+        engine.hold.set()
+        assert (await staying).pinned_positions == 100
+        await settle()
+        assert in_engine_and_registry(engine, service) == (100, 100)
+
+    async def after(engine: RecordingEngine, service: MessageService) -> None:
+        assert service.senders.all(ALICE)[0].pinned_positions == 100
+
+    run(test, data_dir=tmp_path)
+    run(after, data_dir=tmp_path)
+
+
+def test_a_pin_after_a_flush_is_one() -> None:
+    async def test(engine: RecordingEngine, service: MessageService) -> None:
+        sender = await registered(service, pin=True)
+        engine.pinned.clear()
+        await service.senders.pin(ALICE, sender)
+        assert in_engine_and_registry(engine, service) == (100, 100)
+
+    run(test)
+
+
 def test_an_unpin_and_a_pin_at_once_leave_a_pin_that_can_be_let_go() -> None:
     async def test(engine: RecordingEngine, service: MessageService) -> None:
         sender = await registered(service, pin=True)
@@ -42,7 +72,6 @@ def test_a_caller_that_leaves_keeps_the_pin_that_was_there(tmp_path: Path) -> No
         pinned, loose = await registered(service, pin=True), await registered(service, [1, 2, 3])
         for sender in (pinned, loose):
             engine.hold = asyncio.Event()
-            service.senders.pins._held.clear()  # so that the engine is asked
             pin = asyncio.create_task(service.senders.pin(ALICE, sender))
             await settle()
             pin.cancel()
@@ -84,7 +113,9 @@ def test_what_the_engine_could_not_be_told_is_tried_again(how: str) -> None:
 def test_what_the_engine_holds_is_not_taken_from_the_room_twice(tmp_path: Path) -> None:
     async def before(engine: RecordingEngine, service: MessageService) -> None:
         await registered(service, pin=True)
-        engine.used = 100  # SGLang counts what is locked as used
+        # Flushed, its room is kept; held, SGLang counts it as used.
+        assert (await service.grants.snapshot("alice")).usable_positions == engine.pool_positions - 100
+        engine.used = 100
         assert (await service.grants.snapshot("alice")).usable_positions == engine.pool_positions - 100
 
     async def after(engine: RecordingEngine, service: MessageService) -> None:

@@ -133,7 +133,7 @@ def test_registrations_under_way_are_bounded() -> None:
         engine.hold = asyncio.Event()
         first = asyncio.create_task(registered(service))
         await settle()
-        with pytest.raises(CapacityError, match="1 of at most 1 registrations"):
+        with pytest.raises(CapacityError, match="1 senders are being registered"):
             await registered(service, [1, 2, 3])
         engine.hold.set()
         await first
@@ -142,17 +142,22 @@ def test_registrations_under_way_are_bounded() -> None:
     run(test, max_registrations=1)
 
 
-def test_new_senders_take_no_more_than_the_pool_at_once() -> None:
+def test_what_is_not_in_the_cache_is_computed_no_more_at_once_than_the_pool_holds() -> None:
     async def test(engine: RecordingEngine, service: MessageService) -> None:
+        seen = await registered(service, [7, 8, 9])
         engine.hold = asyncio.Event()
         # The same content twice is computed once.
-        first = [asyncio.create_task(registered(service)) for _ in range(2)]
+        callers = [asyncio.create_task(registered(service, ids)) for ids in (DOCUMENT, DOCUMENT, DOCUMENT[:-1])]
         await settle()
-        with pytest.raises(CapacityError, match="100 of at most 150 positions"):
-            await registered(service, DOCUMENT[:-1])
+        service.senders._seen_cached[seen] -= 10.0
+        asked = asyncio.create_task(ask(service, seen, "a", budget=2))
+        await settle()
+        assert [len(context.input_ids) for context in engine.prefills] == [3, 100, 3], (
+            "one waits, who is cached does not"
+        )
         engine.hold.set()
-        assert len(set(await asyncio.gather(*first))) == 1
-        await registered(service, DOCUMENT[:-1])
+        await asked
+        assert len(set(await asyncio.gather(*callers))) == 2 and len(engine.prefills) == 4
 
     run(test, engine=RecordingEngine(pool_positions=150))
 
@@ -509,21 +514,4 @@ def test_upkeep_survives_what_it_meets(monkeypatch: pytest.MonkeyPatch) -> None:
             await asyncio.sleep(0.001)
 
     monkeypatch.setattr(cb_sglang.sender_service, "_UPKEEP_SECONDS", 0.001)
-    run(test)
-
-
-def test_the_first_to_ask_for_a_cold_sender_counts_its_rows() -> None:
-    async def test(engine: RecordingEngine, service: MessageService) -> None:
-        senders = service.senders
-        sender = senders.registry.get("alice", await registered(service))
-        assert senders.rows_to_rebuild(sender) == 0
-        senders._seen_cached.clear()  # as after a restart
-        assert [senders.rows_to_rebuild(sender) for _ in range(3)] == [100, 0, 0]
-        await senders.warm(sender)
-        assert senders.rows_to_rebuild(sender) == 0
-        senders.missed(sender, 7)
-        assert senders.rows_to_rebuild(sender) == 100
-        await service.forget(ALICE, sender.id)
-        assert senders.rows_to_rebuild(sender) == 100 and senders._to_rebuild == set()
-
     run(test)

@@ -189,6 +189,8 @@ ORDINARY: list[tuple[str, dict[str, Any]]] = [
     ("/generate", {"input_ids": [[1, 2], [3]], "return_logprob": [True, False], "token_ids_logprob": [[5], [6]]}),
     ("/generate", {"text": "a", "token_ids_logprob": [1, 2], "image_data": "data:image/png;base64,AA"}),
     ("/generate", {"text": ["a", "b"], "image_data": [["http://host/a"], None], "lora_path": ["x", "y"]}),
+    # As SGLang's own clients send them.
+    ("/generate", {"text": "a", "sampling_params": {"stop_regex": []}, "return_routed_experts": False}),
     (
         "/v1/completions",
         {"model": "m", "prompt": "a", "max_tokens": 5, **SAMPLING, "best_of": 2, "logprobs": 5, "seed": 1},

@@ -21,6 +21,10 @@ def nothing_to_finish() -> Iterator[None]:
     draining._finishing.clear()
 
 
+def sglang_manager(*, gracefully_exit: bool = True, status: str = "Up") -> Any:
+    return SimpleNamespace(gracefully_exit=gracefully_exit, server_status=SimpleNamespace(name=status))
+
+
 def test_new_calls_are_refused() -> None:
     app = mounted_app(SimpleNamespace())
     app.state.cacheback_service.stopping = True
@@ -41,7 +45,7 @@ def test_calls_under_way_end_before_the_store_is_closed_and_sglang_goes_on() -> 
         events.append("sglang")
 
     async def test() -> None:
-        calls, manager = OpenCalls(), SimpleNamespace(gracefully_exit=False)
+        calls, manager = OpenCalls(), sglang_manager(gracefully_exit=False)
         service: Any = Service()
         draining.before_exit(lambda: _finish(calls, service))
         watchdog = asyncio.create_task(draining.finish_ours_first(sglang, manager))
@@ -70,8 +74,31 @@ def test_what_fails_at_the_end_does_not_keep_sglang() -> None:
         async def sglang(manager: Any) -> None:
             done.append(manager)
 
-        manager = SimpleNamespace(gracefully_exit=True)
+        manager = sglang_manager()
         await draining.finish_ours_first(sglang, manager)
+        assert done == [manager]
+
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
+@pytest.mark.parametrize("how", ["unhealthy", "forced"])
+def test_a_dead_engine_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    async def test() -> None:
+        draining.before_exit(asyncio.Event().wait)  # type: ignore[arg-type]
+        manager = sglang_manager()
+        done = []
+
+        async def sglang(manager: Any) -> None:
+            done.append(manager)
+
+        watchdog = asyncio.create_task(draining.finish_ours_first(sglang, manager))
+        await asyncio.sleep(0.3)
+        assert not done
+        if how == "forced":
+            monkeypatch.setenv("SGL_FORCE_SHUTDOWN", "true")
+        else:
+            manager.server_status.name = "UnHealthy"
+        await watchdog
         assert done == [manager]
 
     asyncio.run(asyncio.wait_for(test(), 20))
