@@ -53,15 +53,16 @@ class Run:
         self, settings: Settings | Stub, chosen: Workload, level: float, mode: str = "closed", **more: Any
     ) -> None:
         self.stub = Stub(settings) if isinstance(settings, Settings) else settings
-        records = io.StringIO()
+        records, console = io.StringIO(), io.StringIO()
         options = LoadOptions(chosen, mode, (level,), more.pop("ways", ("message",)), **more)
 
         async def measure(url: str) -> dict[str, Any]:
-            found = await measure_load(options, url, Console(file=io.StringIO()), records)
+            found = await measure_load(options, url, Console(file=console), records)
             self.ended_at = asyncio.get_running_loop().time()
             return found
 
         self.found = against(self.stub, measure)
+        self.console = console.getvalue()
         self.lines = [json.loads(line) for line in records.getvalue().splitlines()]
         json.dumps(self.found, allow_nan=False)
 

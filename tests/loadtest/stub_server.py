@@ -135,6 +135,14 @@ async def register(request: web.Request) -> web.Response:
     return web.json_response(sender | {"fingerprint": "f", "created": 0.0})
 
 
+async def listed(request: web.Request) -> web.Response:
+    found = [
+        {"object": "sender", "id": name, "positions": len(ids), "fingerprint": "f", "created": 0.0}
+        for name, ids in request.app[STUB].senders.items()
+    ]
+    return web.json_response({"object": "list", "data": found})
+
+
 async def delete(request: web.Request) -> web.Response:
     name = request.match_info["name"]
     del request.app[STUB].senders[name]
@@ -277,6 +285,7 @@ async def make_app(stub: Stub) -> web.Application:
             web.get("/server_info", server_info),
             web.post("/v1/tokenize", tokenize),
             web.post("/v1/senders", register),
+            web.get("/v1/senders", listed),
             web.delete("/v1/senders/{name}", delete),
             web.post("/v1/senders/{name}/messages", messages),
             web.post("/generate", generate),

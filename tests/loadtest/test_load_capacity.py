@@ -83,6 +83,20 @@ def test_a_close_thing_is_decided_by_two_votes(others: list[float], holds: bool)
     assert server.asked.count(2.0) == 3
 
 
+@pytest.mark.parametrize(
+    ("p99_ms", "pace", "times"), [(1_050.0, 1.0, 2), (1_050.0, 0.5, 1), (5_000.0, 0.96, 1), (500.0, 0.94, 2)]
+)
+def test_only_what_could_flip_is_measured_again(p99_ms: float, pace: float, times: int) -> None:
+    class Falling(Server):
+        async def measure(self, level: float) -> Probe | None:
+            self.asked.append(level)
+            return Probe(level, p99_ms, 100, 0, level, pace=pace)
+
+    server = Falling(0.0)
+    assert search(server, whole=False).level is None
+    assert len(server.asked) == times
+
+
 def test_a_rate_that_the_server_falls_behind_is_not_held() -> None:
     class Behind(Server):
         async def measure(self, level: float) -> Probe | None:

@@ -10,15 +10,16 @@ from typing import Any, cast
 import aiohttp
 import pytest
 from aiohttp.client_reqrep import ConnectionKey
-from load_run import Run, capacity, workload
+from load_run import Run, against, capacity, workload
 from stub_server import Settings, Stub
 from virtual_time import run_virtually
 
 from cb_loadtest.load import transport
-from cb_loadtest.load.bench import Bench
+from cb_loadtest.load.bench import Bench, open_bench
 from cb_loadtest.load.content import Content, sender_text
 from cb_loadtest.load.generator import Stop
 from cb_loadtest.load.transport import Link
+from cb_loadtest.load.workload import MAX_CONCURRENCY
 from cb_sglang.client.errors import APICapacityError
 
 TIMEOUT = 600.0
@@ -31,6 +32,7 @@ TIMEOUT = 600.0
         {"/server_info": 0},
         {"/v1/senders": 0},
         {"/v1/senders": 1},
+        {"/v1/senders": 2},
         {"/metrics": 0},
         {"/metrics": 1},
         {"/generate": 0},
@@ -67,8 +69,26 @@ def test_senders_are_leased_and_deleted() -> None:
     assert stub.senders == {}
 
 
+def test_senders_that_were_there_before_are_kept() -> None:
+    stub = Stub()
+    chosen = workload(senders={"count": 2})
+
+    async def left(url: str) -> dict[str, list[int]]:
+        async with open_bench(url, chosen, api_keys=[], seed=0, timeout=TIMEOUT, stop=Stop(), say=print) as bench:
+            await bench.register(bench.links[0], bench.content.senders[0].ids)
+            before = dict(stub.senders)
+            async with open_bench(url, chosen, api_keys=[], seed=0, timeout=TIMEOUT, stop=Stop(), say=print) as other:
+                await other.prime("message")
+                assert len(stub.senders) == 2
+            assert stub.senders == before
+        return stub.senders
+
+    assert against(stub, left) == {}
+
+
 def test_a_server_that_deletes_nothing_holds_a_run_up_for_seconds_only() -> None:
-    run = Run(Settings(hang={"DELETE": 0}), workload(), 2.0, timeout=TIMEOUT)
+    run = Run(Settings(hang={"DELETE": 1}), workload(), 2.0, timeout=TIMEOUT)
+    assert "1 senders could not be deleted" in run.console
     assert run.stub.hung_at is not None
     assert run.ended_at - run.stub.hung_at == pytest.approx(5.0, abs=0.1)
 
@@ -122,4 +142,4 @@ def test_the_limit_of_open_files_is_raised_and_bounds_connections(monkeypatch: p
     assert 256 < transport.most_connections() < 1_024
     assert limits[-1] == (1_024, 1_024)
     limits.append((1 << 20, 1 << 20))
-    assert transport.most_connections() == transport.MAX_CONNECTIONS
+    assert transport.most_connections() == MAX_CONCURRENCY

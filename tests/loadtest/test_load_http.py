@@ -10,6 +10,7 @@ import pytest
 from load_run import Run, capacity, workload
 from stub_server import Settings, Stub
 
+from cb_loadtest.load.bench import Bench
 from cb_loadtest.load.view import capacity_table, summary_table
 from cb_sglang.errors import InvalidRequestError
 
@@ -73,7 +74,9 @@ def test_the_three_ways_in_one_run() -> None:
     assert found["generator"]["requests"] == len(run.requests) == 32
     assert found["generator"]["cpu_ms_per_request"] > 0
     assert "secret" not in json.dumps(found)
-    assert summary_table(found).row_count == 6
+    table = summary_table(found)
+    assert table.row_count == 6
+    assert next(iter(table.columns[5].cells)) == "10 / max 10"  # 8 requests have no p99
 
 
 def report_words(run: Run) -> float:
@@ -133,6 +136,12 @@ def test_a_server_that_does_not_tell_an_operators_secrets_is_not_judged(monkeypa
     assert (found["cache"]["verified"], found["cache"]["misses"]) == (None, None)
     assert found["steps"][0]["verified_hits"] is None
     assert summary_table(found).caption is not None
+    assert all(line.endswith("give the admin's key in CB_SGLANG_ADMIN_KEY") for line in found["problems"])
+    monkeypatch.delenv("CB_SGLANG_API_KEYS")
+    server, metrics = Run(Settings(admin="key-admin"), workload(), 2.0).found["problems"]
+    assert server.endswith("not open to tenants")
+    assert metrics.endswith("start the server with --enable-metrics")
+    monkeypatch.setenv("CB_SGLANG_API_KEYS", "key-a")
 
     monkeypatch.setenv("CB_SGLANG_ADMIN_KEY", "key-admin")
     run = Run(Settings(admin="key-admin"), workload(), 2.0)
@@ -205,13 +214,13 @@ def test_chats_are_measured_beside_the_load_and_alone() -> None:
     assert run.step["chat_itl_ms"]["p50"] == pytest.approx(5.0, abs=0.2)
 
 
-def test_gaps_of_chats_are_split_between_rounds() -> None:
-    chosen = workload(chats={"concurrency": 1, "max_new_tokens": 8}, requests=8, rounds=2)
-    gaps = Run(Settings(token=3.0, delay=(1.0, 1.0)), chosen, 1.0).step["chat_itl_ms"]
-    # Rounds from 0 to 4 s and from 4 to 8 s; the tokens come at 3 s and 6 s.
-    assert gaps["n"] == 3
-    assert gaps["max"] == pytest.approx(2_000.0, abs=50.0)
-    assert gaps["mean"] * 3 == pytest.approx(5_000.0, abs=50.0)
+def test_a_gap_of_a_chat_counts_whole_in_the_step_in_which_it_began() -> None:
+    chosen = workload(chats={"concurrency": 1, "max_new_tokens": 8}, requests=4, baseline_share=0.5)
+    run = Run(Settings(token=3.0, delay=(1.0, 1.0)), chosen, 1.0, ways=("message", "full_context"))
+    # Messages from 0 to 4 s, contexts to 10 s; the tokens come at 3, 6 and 9 s, and the last gap is cut off.
+    for step in run.found["steps"]:
+        assert step["chat_itl_ms"]["n"] == 1
+        assert step["chat_itl_ms"]["max"] == pytest.approx(3_000.0, abs=50.0)
 
 
 def test_capacity_finds_the_knee_of_a_server_with_four_places() -> None:
@@ -230,13 +239,13 @@ def test_capacity_finds_the_knee_of_a_server_with_four_places() -> None:
 
 
 def test_capacity_of_an_open_loop_is_the_rate_that_the_server_keeps_up_with() -> None:
-    # One place that takes 200 ms serves 5 a second. In 20 s the backlog of a third more misses no objective of 8 s.
+    # One place that takes 200 ms serves 5 a second. In 80 s the backlog of a tenth more misses no objective of 8 s.
     settings = Settings(delay=(0.2, 0.2), concurrency=1)
-    found = capacity(settings, mode="open", slo_ms=8_000.0, requests=1, seconds=20.0)
+    found = capacity(settings, mode="open", slo_ms=8_000.0, requests=1, seconds=20.0, max_seconds=6_000.0)
     assert 4.2 < found["knee"]["level"] < 5.4
     assert found["knee"]["ended"] == "found"
     for probe in found["probes"]:
-        assert probe["requests"] == pytest.approx(20 * probe["level"], abs=8 + 0.3 * 20 * probe["level"])
+        assert probe["requests"] == pytest.approx(80 * probe["level"], abs=16 + 0.3 * 80 * probe["level"])
         assert probe["pace"] < 0.95 or probe["level"] < 5.7
 
 
@@ -246,10 +255,37 @@ def test_a_probe_at_a_low_rate_waits_for_requests() -> None:
     assert found["probes"][0]["requests"] > 3
 
 
+def test_a_probe_of_an_open_loop_lasts_for_its_requests_within_a_tenth_of_the_search() -> None:
+    found = [
+        capacity(Settings(delay=(0.01, 0.01)), mode="open", highest=4.0, requests=n, seconds=1.0) for n in (40, 100_000)
+    ]
+    for probe in found[0]["probes"]:
+        assert probe["requests"] == pytest.approx(min(40, 60 * probe["level"]), abs=20)
+    assert found[1]["probes"][-1]["requests"] == pytest.approx(240, abs=50)
+
+
+def test_senders_that_probes_did_not_find_are_a_problem() -> None:
+    found = capacity(Settings(delay=(0.05, 0.05), forgetful=True), highest=1.0)
+    assert [line.partition(" ")[0] for line in found["problems"]] == [str(found["probes"][0]["requests"])]
+    assert capacity(Settings(delay=(0.05, 0.05)), highest=1.0)["problems"] == []
+
+
+def test_receivers_of_every_probe_read_prompts_that_are_not_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    labels: list[str] = []
+    fresh = Bench.fresh
+    monkeypatch.setattr(Bench, "fresh", lambda self, label: labels.append(label) or fresh(self, label))
+    found = capacity(Settings(delay=(0.13, 0.13)), highest=1.0)
+    assert len(found["probes"]) > 1  # a close thing, so the same load again
+    assert len(set(labels)) == len(labels)
+
+
 def test_capacity_runs_the_chats_of_its_workload() -> None:
     stub = Stub(Settings(delay=(0.05, 0.05), token=0.005))
     found = capacity(stub, workload={"chats": {"concurrency": 2, "max_new_tokens": 8}}, highest=2.0)
     assert found["chats"]["alone_itl_ms"]["n"] == 2 * 7
+    for probe in found["probes"]:
+        assert probe["chat_itl_ms"]["n"] > 10
+        assert probe["chat_itl_ms"]["p99"] == pytest.approx(5.0, abs=0.5)
     assert sum(entry["kind"] == "stream" for entry in stub.log) > 2
 
 

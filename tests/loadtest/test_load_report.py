@@ -328,6 +328,23 @@ def test_chats_are_shown_alone_and_under_load() -> None:
     assert "Chats beside" not in draw_report(run_of()).html
 
 
+def test_a_capacity_shows_its_chats_alone_and_at_the_knee() -> None:
+    assert "inter-token" not in Page(draw_report(run_of(), capacity_of()).html).text
+    chats = {"alone_itl_ms": TIMES | {"n": 100}, "errors": {}}
+    found = load_results.capacity_summary(chats=chats)
+    for probe in found["probes"]:
+        probe["chat_itl_ms"] = TIMES | {"n": 200, "p99": 10.0 * probe["level"]}
+    said = "(p99, ms): 9.8 without load, 120 beside the largest that held."
+    assert said in Page(draw_report(run_of(), CapacitySummary.model_validate(found)).html).text
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"), [("closed", "2000 ms: 12"), ("open", "2000 ms and that is kept up with: 12")]
+)
+def test_an_open_loop_is_also_kept_up_with(mode: str, said: str) -> None:
+    assert said in Page(draw_report(run_of(), capacity_of(mode=mode)).html).text
+
+
 def test_the_fitted_costs_are_shown_with_units() -> None:
     cost = {"fixed": 0.02, "per_row": 1e-4, "per_row_position": 3e-8, "reader_fixed": 0.01, "reader_per_position": 2e-4}
     fit = {"median_relative_error": 0.021, "max_relative_error": 0.5, "batch_effect": {"1": 1.0, "16": 0.25}}

@@ -101,11 +101,12 @@ def test_arrivals_are_a_poisson_process_of_the_rate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("level", "rounds", "each"), [(1.0, 2, 2), (4.0, 2, 4), (16.0, 2, 16), (16.0, 1, 32), (16.0, 4, 16)]
+    ("level", "rounds", "each"), [(1.0, 1, 4), (1.0, 2, 2), (4.0, 2, 8), (16.0, 1, 32), (16.0, 2, 32), (16.0, 4, 32)]
 )
-def test_every_receiver_asks_at_least_twice(level: float, rounds: int, each: int) -> None:
+def test_every_receiver_asks_at_least_twice_in_every_round(level: float, rounds: int, each: int) -> None:
     chosen = load_workload("one_sender").model_copy(update={"rounds": rounds})
     assert requests_of(chosen, Step("text_report", False, "closed", level)) == each
+    assert requests_of(chosen, Step("text_report", False, "open", level)) == round(4 / rounds)
 
 
 def test_new_questions_come_before_any_is_asked_as_new_again() -> None:

@@ -12,7 +12,6 @@ from cb_loadtest.load.bench import Bench
 from cb_loadtest.load.calls import generate_stream_body
 from cb_loadtest.load.generator import Stop
 from cb_loadtest.load.samples import Samples
-from cb_loadtest.load.transport import TokenTimes
 from cb_sglang.errors import CacheBackError
 
 _PAUSE_AFTER_FAILURE = 0.5
@@ -28,21 +27,16 @@ class ChatTraffic:
         self.alone = Samples()
         self.errors: Counter[str] = Counter()
         self._gaps: Samples | None = None
-        self._since = 0.0
-        self._open: set[TokenTimes] = set()
         self._link, self._chats, self._content, self._stop = bench.links[0], bench.workload.chats, bench.content, stop
         self._draw = bench.fresh("chats")
 
     def measure_into(self, gaps: Samples | None) -> None:
-        """Where inter-token latencies go from now on; None leaves them out.
+        """Where inter-token latencies that begin from now on go; None leaves them out.
 
-        A gap is split where it is: what of it lies before counts there, the rest counts from now.
+        One that has begun counts whole where it began, even if it ends later: ``gaps`` may still grow until the chats
+        end. Those that are cut off by that end are left out.
         """
-        now = asyncio.get_running_loop().time()
-        for times in self._open:
-            if times.completion_tokens:
-                self._add(now - times.last)
-        self._gaps, self._since = gaps, now
+        self._gaps = gaps
 
     def report(self) -> dict[str, Any] | None:
         """Latencies without load and failed chats by code; None where there are no chats."""
@@ -72,16 +66,16 @@ class ChatTraffic:
     async def _chat(self) -> None:
         words = self._draw.choices(self._content.words, k=self._chats.prompt_positions)
         prompt = ",".join(map(str, [*self._content.bos, *words]))
-        times = TokenTimes()
-        self._open.add(times)
+        begun: Samples | None = None
+
+        def on_tokens(ended: list[float]) -> None:
+            nonlocal begun
+            if begun is not None:
+                begun.extend(ended)
+            begun = self._gaps
+
         try:
-            await self._link.stream(generate_stream_body(prompt, self._chats.max_new_tokens), self._add, times)
+            await self._link.stream(generate_stream_body(prompt, self._chats.max_new_tokens), on_tokens)
         except CacheBackError as error:
             self.errors[f"{error.status} {error.code}"] += 1
             await self._stop.within(_PAUSE_AFTER_FAILURE)
-        finally:
-            self._open.discard(times)
-
-    def _add(self, gap: float) -> None:
-        if self._gaps is not None:
-            self._gaps.add(min(gap, asyncio.get_running_loop().time() - self._since))

@@ -6,7 +6,7 @@ import asyncio
 import random
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ UNREACHABLE_AFTER = 32
 """So many requests in a row without a connection, and the server is taken for gone."""
 
 _PAUSE_UNREACHABLE = 0.1
-_PRIMED_AT_ONCE = 8
+_AT_ONCE = 8  # senders that are registered or deleted
 _SENDER_TTL = 3_600.0  # renewed by every query; senders of a run that was killed end by it
 _FORGET_SECONDS = 5.0
 
@@ -42,11 +42,19 @@ class Primed:
 class Bench:
     """Makes requests and counts what they cost the generator.
 
-    ``links`` holds one for each tenant; ``admin`` reads what is the operator's.
+    ``links`` holds one for each tenant; ``admin`` reads what is the operator's; senders in ``foreign`` are kept.
     """
 
     def __init__(
-        self, links: Sequence[Link], admin: Link, workload: Workload, content: Content, *, seed: int, stop: Stop
+        self,
+        links: Sequence[Link],
+        admin: Link,
+        workload: Workload,
+        content: Content,
+        *,
+        seed: int,
+        stop: Stop,
+        foreign: Collection[str] = (),
     ) -> None:
         self.links = links
         self.admin = admin
@@ -59,6 +67,7 @@ class Bench:
         self._stop = stop
         self._nonce = secrets.token_hex(8)
         self._ids: dict[int, str] = {}
+        self._foreign = foreign
         self._registered: dict[str, Link] = {}
         self._lost = 0
 
@@ -67,22 +76,33 @@ class Bench:
         return random.Random(f"{label}/{self._seed}/{self._nonce}")
 
     async def register(self, link: Link, ids: Sequence[int]) -> Sender:
-        """A sender that is deleted when the bench is left. Raises the client's errors."""
+        """A sender that is deleted when the bench is left, unless it is a foreign one. Raises the client's errors."""
         registered = await link.run(calls.create_sender(input_ids=ids, ttl=_SENDER_TTL))
-        self._registered[registered.id] = link
+        if registered.id not in self._foreign:
+            self._registered[registered.id] = link
         return registered
 
-    async def forget(self) -> None:
-        """Delete the registered senders as far as the server does it in time."""
+    async def forget(self) -> int:
+        """Delete the registered senders as far as the server does it in time; how many are left."""
+        room = asyncio.Semaphore(_AT_ONCE)
+
+        async def one(name: str, link: Link) -> None:
+            async with room:
+                try:
+                    await link.run(calls.delete_sender(name))
+                except CacheBackError as error:
+                    if error.status != 404:
+                        return
+                del self._registered[name]
+
         with suppress(TimeoutError):
             async with asyncio.timeout(_FORGET_SECONDS):
-                for name, link in self._registered.items():
-                    with suppress(CacheBackError):
-                        await link.run(calls.delete_sender(name))
+                await asyncio.gather(*(one(*entry) for entry in self._registered.items()))
+        return len(self._registered)
 
     async def prime(self, way: str) -> None:
         """Put the senders into the cache where ``way`` reads them from. Raises the client's errors."""
-        room = asyncio.Semaphore(_PRIMED_AT_ONCE)
+        room = asyncio.Semaphore(_AT_ONCE)
 
         async def one(number: int, sender: SenderText) -> None:
             async with room:
@@ -203,9 +223,11 @@ async def open_bench(
     seed: int,
     timeout: float,
     stop: Stop,
+    say: Callable[[str], None],
 ) -> AsyncIterator[Bench]:
     """A bench on the server at ``url``; senders are not registered yet. After a stop it has no content.
 
+    Leaving it deletes the senders that it registered, but none that was there before; ``say`` is told of those left.
     Raises WorkloadError when there are keys, but fewer than tenants, and the client's errors.
     """
     if api_keys and len(api_keys) < workload.tenants:
@@ -215,8 +237,13 @@ async def open_bench(
         links = [Link(session, url, key, timeout) for key in keys]
         admin = Link(session, url, admin_key, timeout) if admin_key else links[0]
         content = await stop.unless_asked(prepare(links[0], workload, seed)) or NOTHING
-        bench = Bench(links, admin, workload, content, seed=seed, stop=stop)
+        # Without keys all links are of one tenant.
+        listed = (link.run(calls.list_senders()) for link in (links if api_keys else links[:1]))
+        known = await stop.unless_asked(asyncio.gather(*listed)) or []
+        foreign = {sender.id for senders in known for sender in senders}
+        bench = Bench(links, admin, workload, content, seed=seed, stop=stop, foreign=foreign)
         try:
             yield bench
         finally:
-            await bench.forget()
+            if left := await bench.forget():
+                say(f"{left} senders could not be deleted; they end when nobody has asked them for an hour")

@@ -4,7 +4,8 @@ message:      the server cuts a message from the sender's cache; nothing is deco
 text_report:  the sender writes a report of as many tokens as the message has positions.
 full_context: the receiver prefills the whole context.
 
-A receiver reads what it was given behind a beginning of its own, the same size in all three.
+A receiver reads what it was given behind a beginning of its own, of as many tokens in all three. In front of a
+message of text these are as many words instead, which are a few tokens more.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ TOKEN_ID_BYTES = 4
 class Ask:
     """One request, complete. ``preamble`` are the receiver's own first tokens, with the tokenizer's ``bos``.
 
-    ``preamble_text`` is the same for a message of text.
+    ``preamble_text`` are as many words instead, for a message of text.
     """
 
     link: Link

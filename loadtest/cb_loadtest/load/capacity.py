@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from cb_loadtest.load.fitting import fitted_curve
 from cb_loadtest.load.generator import Stop
 from cb_loadtest.load.interrupt import stop_on_signal
 from cb_loadtest.load.live import Live
+from cb_loadtest.load.samples import Samples
 from cb_loadtest.load.schedule import plan
 from cb_loadtest.load.search import Knee, KneeSearch, Probe, p99_with_failures, pace
 from cb_loadtest.load.tally import Record, Step, Tally
@@ -27,6 +27,8 @@ from cb_sglang.errors import CacheBackError
 
 FORMAT = "cb-loadtest capacity 1"
 _LEAST_ARRIVALS = 10  # that an open probe waits for, in the mean
+_LEAST_OBJECTIVES = 10  # in the time of an open probe, or the pace would be that of a few slow requests
+_FOR_REQUESTS = 0.1  # of the search's time, at most, for one open probe to get its requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,9 @@ class CapacityOptions:
 
     slo_ms:      objective for the 99th percentile of a whole request, failed ones counted as endless.
     highest:     largest concurrency or rate to try.
-    requests:    of one probe of a closed loop, at most; never fewer than twice the concurrency.
-    seconds:     of one probe: the most in a closed loop; in an open one all of them, and more at a low rate.
+    requests:    of one probe. Closed loop: at most, but never fewer than twice the concurrency. Open loop: it lasts
+                 until so many should have come, or a tenth of ``max_seconds``.
+    seconds:     of one probe. Closed loop: at most. Open loop: at least, and 10 objectives and 10 arrivals at least.
     max_seconds: of the search; what runs then is finished.
     """
 
@@ -65,7 +68,7 @@ def run_capacity(options: CapacityOptions, url: str, console: Console, out: Path
 
 
 async def find_capacity(options: CapacityOptions, url: str, console: Console) -> dict[str, Any]:
-    """Knee, service model and curve, with where they come from."""
+    """Knee, service model and curve, all measured beside the workload's chats, with where they come from."""
     stop = Stop()
     workload = options.workload
     with stop_on_signal(stop), Live(console) as live:
@@ -78,34 +81,44 @@ async def find_capacity(options: CapacityOptions, url: str, console: Console) ->
             seed=options.seed,
             timeout=options.timeout,
             stop=stop,
+            say=live.say,
         ) as bench:
             problems: list[str] = []
             server = await told(server_info(bench.admin), "/server_info", stop, problems) or {}
             chats = ChatTraffic(bench, stop)
-            async with chats.running():
-                knee = await Search(options, bench, stop, live, page_size(server)).run()
+            search = Search(options, bench, stop, live, chats, page_size(server))
             fitted: dict[str, Any] = {"service_model": None, "curve": []}
-            if not stop:
-                live.say("measuring calls of several sizes, for the service model")
-                closed, pool = options.mode == "closed", server.get("max_total_num_tokens")
-                try:
-                    work = fitted_curve(
-                        bench,
-                        slo_ms=options.slo_ms,
-                        receivers=int(knee.level) if closed and knee.level is not None else None,
-                        p99_ms=knee.p99_ms,
-                        pool=None if pool is None else int(pool),
-                        answering=workload.receivers.answer_stages[-1],
-                    )
-                    fitted = await stop.unless_asked(work) or fitted
-                except CacheBackError as error:
-                    stop.ask(f"the fit failed: {error.message}")
+            async with chats.running():
+                knee = await search.run()
+                if not stop:
+                    live.say("measuring calls of several sizes, for the service model")
+                    closed, pool = options.mode == "closed", server.get("max_total_num_tokens")
+                    try:
+                        work = fitted_curve(
+                            bench,
+                            slo_ms=options.slo_ms,
+                            receivers=int(knee.level) if closed and knee.level is not None else None,
+                            p99_ms=knee.p99_ms,
+                            pool=None if pool is None else int(pool),
+                            answering=workload.receivers.answer_stages[-1],
+                        )
+                        fitted = await stop.unless_asked(work) or fitted
+                    except CacheBackError as error:
+                        stop.ask(f"the fit failed: {error.message}")
+            if search.misses:
+                problems.append(
+                    f"{search.misses} requests of the probes did not find their sender in the cache, so prefills are "
+                    "in their times and in the knee; give the server a larger KV pool, or the workload fewer senders"
+                )
             return {
                 "format": FORMAT,
                 "mode": options.mode,
                 "slo_p99_ms": options.slo_ms,
                 "knee": {"level": knee.level, "p99_ms": knee.p99_ms, "ended": knee.ended},
-                "probes": [_json_probe(probe) for probe in knee.probes],
+                "probes": [
+                    _json_probe(probe) | {"chat_itl_ms": gaps.milliseconds()}
+                    for probe, gaps in zip(knee.probes, search.chat_gaps, strict=True)
+                ],
                 "problems": problems,
                 "stopped": stop.reason,
                 "chats": chats.report(),
@@ -117,10 +130,19 @@ async def find_capacity(options: CapacityOptions, url: str, console: Console) ->
 
 
 class Search:
-    """The knee of a workload on a bench; ``page`` is the page size of the server's cache, where it is known."""
+    """The knee of a workload on a bench; ``page`` is the page size of the server's cache, where it is known.
 
-    def __init__(self, options: CapacityOptions, bench: Bench, stop: Stop, live: Live, page: int | None) -> None:
+    misses:    requests of the probes whose sender was not in the cache, as far as that is known.
+    chat_gaps: of each probe; they are whole when the chats have ended.
+    """
+
+    def __init__(
+        self, options: CapacityOptions, bench: Bench, stop: Stop, live: Live, chats: ChatTraffic, page: int | None
+    ) -> None:
+        self.misses = 0
+        self.chat_gaps: list[Samples] = []
         self._options, self._bench, self._stop, self._live, self._page = options, bench, stop, live, page
+        self._chats = chats
         self._answering = options.workload.receivers.answer_stages[-1]
         self._number = 0
         self._end = asyncio.get_running_loop().time() + options.max_seconds
@@ -144,11 +166,11 @@ class Search:
         options, closed = self._options, self._options.mode == "closed"
         self._number += 1
         tally = Tally(Step("message", self._answering, options.mode, level), options.slo_ms, self._page)
-        count, seconds = self._bounds(level)
+        count = max(options.requests, 2 * int(level)) if closed else None
         planned = plan(
             options.workload.queries,
             len(self._bench.content.senders),
-            count,
+            MAX_REQUESTS if count is None else count,
             seed=options.seed,
             label=f"probe/{self._number}/{level:g}",
             rate=None if closed else level,
@@ -165,21 +187,25 @@ class Search:
             await self._stop.unless_asked(self._bench.prime("message"))
         except CacheBackError as error:
             self._stop.ask(f"priming failed: {error.message}")
-        await self._bench.measure(tally, planned, turn=0, seconds=seconds, sink=sink)
+        seconds = options.seconds if closed else self._open_seconds(level)
+        self._chats.measure_into(tally.chat_gaps)
+        await self._bench.measure(tally, planned, turn=self._number, seconds=seconds, sink=sink)
+        self._chats.measure_into(None)
         finished = tally.completed + tally.failed
         if self._stop or not finished:
             return None
         self._live.end(tally)
+        self.misses += tally.misses or 0
+        self.chat_gaps.append(tally.chat_gaps)
         p99 = p99_with_failures([1_000 * (ended - due) for due, ended in times], tally.failed)
         return Probe(level, p99, finished, tally.failed, tally.messages_per_s, 1.0 if closed else pace(times))
 
-    def _bounds(self, level: float) -> tuple[int, float]:
-        """Requests and seconds of a probe. An open one is bound by time, or a backlog would have no time to grow."""
+    def _open_seconds(self, level: float) -> float:
+        """Of a probe in an open loop. It is bound by time alone, or a backlog would have no time to grow."""
         options = self._options
-        if options.mode == "closed":
-            return max(options.requests, 2 * int(level)), options.seconds
-        seconds = min(max(options.seconds, _LEAST_ARRIVALS / level), max(options.seconds, options.max_seconds))
-        return min(MAX_REQUESTS, max(options.requests, math.ceil(level * seconds))), seconds
+        for_requests = min(options.requests / level, _FOR_REQUESTS * options.max_seconds)
+        wanted = max(_LEAST_ARRIVALS / level, _LEAST_OBJECTIVES * options.slo_ms / 1_000, for_requests)
+        return max(options.seconds, min(wanted, options.max_seconds))
 
     def _out_of_time(self) -> str | None:
         if self._stop:

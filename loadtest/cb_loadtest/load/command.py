@@ -108,9 +108,22 @@ def capacity(
     highest: Annotated[
         float | None, typer.Option(help="Largest load to try: receivers, or requests per second.")
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, max=MAX_REQUESTS, help="Requests of a probe; open: at least.")] = 200,
+    requests: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=MAX_REQUESTS,
+            help="Requests of a probe; open: it lasts until so many should have come, but for that no longer than a "
+            "tenth of --max-seconds.",
+        ),
+    ] = 200,
     seconds: Annotated[
-        float, typer.Option(min=0.1, max=3_600, help="Longest probe; open: a probe lasts so long.")
+        float,
+        typer.Option(
+            min=0.1,
+            max=3_600,
+            help="Longest probe; open: shortest, and never below 10 objectives or 10 arrivals.",
+        ),
     ] = 20.0,
     max_probes: Annotated[int, typer.Option(min=1, max=200, help="Bound of the search.")] = 24,
     max_seconds: Annotated[float, typer.Option(min=1, max=86_400, help="Bound of the search.")] = 600.0,

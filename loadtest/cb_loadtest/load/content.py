@@ -71,7 +71,7 @@ class Content:
         return [*self.bos, *draw.choices(self.words, k=PREAMBLE_POSITIONS)]
 
     def preamble_text(self, draw: random.Random) -> str:
-        """The same as text, a word for a token; the server's tokenizer puts ``bos`` first."""
+        """As many words, which may be more tokens; the server's tokenizer puts ``bos`` first."""
         return " ".join(draw.choices(self.vocabulary, k=PREAMBLE_POSITIONS)) + "\n\n"
 
 

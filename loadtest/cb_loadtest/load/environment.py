@@ -95,8 +95,12 @@ async def told(work: Awaitable[T], route: str, stop: Stop, problems: list[str]) 
         return await stop.unless_asked(work)
     except CacheBackError as error:
         if not any(line.startswith(route) for line in problems):
-            advice = f"behind tenants' keys, give the admin's key in {ADMIN_KEY_VARIABLE}"
-            problems.append(f"{route} could not be read: {error.status} {error.message}; {advice}")
+            advice = ""
+            if api_keys() and error.status in (401, 404):
+                advice = f"; give the admin's key in {ADMIN_KEY_VARIABLE}"
+            elif route == "/metrics":
+                advice = "; start the server with --enable-metrics"
+            problems.append(f"{route} could not be read: {error.status} {error.message}{advice}")
         return None
 
 

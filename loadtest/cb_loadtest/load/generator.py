@@ -13,11 +13,9 @@ from contextlib import suppress
 from typing import TypeVar
 
 from cb_loadtest.load.schedule import Planned
+from cb_loadtest.load.workload import MAX_CONCURRENCY
 
 T = TypeVar("T")
-MAX_IN_FLIGHT = 4_096
-"""Open loop: requests on their way at once. Beyond it they wait at the generator; that counts as queue time."""
-
 _FULL_PAUSE = 0.005
 
 Perform = Callable[[Planned, float], Awaitable[None]]
@@ -85,7 +83,7 @@ async def open_loop(
     *,
     stop: Stop,
     seconds: float | None = None,
-    max_in_flight: int = MAX_IN_FLIGHT,
+    max_in_flight: int = MAX_CONCURRENCY,
 ) -> None:
     """Begin every request at its offset; those with an offset of ``seconds`` or more are left out."""
     loop = asyncio.get_running_loop()

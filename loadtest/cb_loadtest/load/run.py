@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice, product
@@ -20,6 +19,7 @@ from cb_loadtest.load.environment import admin_key, api_keys, page_size, provena
 from cb_loadtest.load.generator import Stop
 from cb_loadtest.load.interrupt import stop_on_signal
 from cb_loadtest.load.live import Live
+from cb_loadtest.load.samples import Samples
 from cb_loadtest.load.schedule import Planned, plan
 from cb_loadtest.load.server_metrics import Series, changes, scrape
 from cb_loadtest.load.summary import figures
@@ -65,6 +65,7 @@ class LoadRun:
         self.page_size: int | None = None
         self.chats = ChatTraffic(bench, stop)
         self._bench, self._stop, self._live, self._records = bench, stop, live, records
+        self._chat_gaps: list[Samples] = []  # of the steps, in their order
         self._start = asyncio.get_running_loop().time()
 
     async def run(self) -> None:
@@ -79,9 +80,12 @@ class LoadRun:
             for answering, level in product(stages, options.levels):
                 if not self._stop:
                     await self._level(level, answering)
+        for step, gaps in zip(self.steps, self._chat_gaps, strict=True):
+            step["chat_itl_ms"] = gaps.milliseconds()  # some ended after their step
+            self._write(step)
 
     async def _scrape(self) -> Series | None:
-        return await told(scrape(self._bench.admin), "/metrics (of --enable-metrics)", self._stop, self.problems)
+        return await told(scrape(self._bench.admin), "/metrics", self._stop, self.problems)
 
     async def _level(self, level: float, answering: bool) -> None:
         """The ways, in turns, at one level."""
@@ -101,7 +105,8 @@ class LoadRun:
         for way, tally in tallies.items():
             if tally.started:
                 self._live.end(tally)
-                self._write(tally.summary() | {"server": moved if way == "message" else None}, keep=True)
+                self.steps.append(tally.summary() | {"server": moved if way == "message" else None})
+                self._chat_gaps.append(tally.chat_gaps)
         if "text_report" in tallies and "message" in tallies:
             self._compare_sizes(tallies["message"])
 
@@ -170,23 +175,15 @@ class LoadRun:
                 found.update(f"{one.sender},{one.question},{one.offset:.9f};".encode())
         return found.hexdigest()
 
-    def _write(self, line: dict[str, Any], *, keep: bool = False) -> None:
+    def _write(self, line: dict[str, Any]) -> None:
         self._records.write(json.dumps(line, allow_nan=False) + "\n")
-        if keep:
-            self.steps.append(line)
 
 
 def requests_of(workload: Workload, step: Step) -> int:
-    """Requests of one round.
-
-    A closed loop gets at least one for each receiver, else it is not that concurrent, and two over all rounds, else
-    nobody asks while others are served.
-    """
+    """Requests of a round; in a closed loop two or more for each receiver, so that it asks while others are served."""
     share = 1.0 if step.way == "message" else workload.baseline_share
     count = max(1, round(workload.requests * share / workload.rounds))
-    if step.mode == "open":
-        return count
-    return max(count, int(step.level), math.ceil(2 * step.level / workload.rounds))
+    return count if step.mode == "open" else max(count, 2 * int(step.level))
 
 
 def run_load(options: LoadOptions, url: str, console: Console, records: Path, summary: Path) -> dict[str, Any]:
@@ -203,7 +200,7 @@ def run_load(options: LoadOptions, url: str, console: Console, records: Path, su
 
 
 async def measure_load(options: LoadOptions, url: str, console: Console, records: TextIO) -> dict[str, Any]:
-    """The summary of a run; every request and step goes to ``records`` as it ends."""
+    """The summary of a run; every request goes to ``records`` as it ends, and the steps at the end."""
     stop = Stop()
     with stop_on_signal(stop), Live(console) as live:
         live.say(f"preparing workload {options.workload.name}")
@@ -215,6 +212,7 @@ async def measure_load(options: LoadOptions, url: str, console: Console, records
             seed=options.seed,
             timeout=options.timeout,
             stop=stop,
+            say=live.say,
         ) as bench:
             run = LoadRun(options, bench, stop, live, records)
             server = await told(server_info(bench.admin), "/server_info", stop, run.problems) or {}

@@ -12,7 +12,8 @@ BORDERLINE = 0.15
 """A p99 within this share of the objective is measured again, until one answer has two votes."""
 LEAST_PACE = 0.95
 """A load is only held when requests end at this share of the rate they arrive at; below, the backlog grows."""
-_PACE_BLUR = 0.03
+PACE_BLUR = 0.03
+"""A pace this near to LEAST_PACE is measured again too."""
 _VOTES = 2
 _RATE_STEP = 1.1  # rates are told apart down to this factor
 
@@ -99,18 +100,16 @@ class KneeSearch:
         held, wanted = 0, 1
         while max(held, len(seen) - held) < wanted:
             seen.append(await self._probe(level))
-            held += self._vote(seen[-1])
-            wanted = _VOTES if self._is_close(seen[0]) else 1
+            held += self._spare(seen[-1]) >= 0
+            wanted = _VOTES if abs(self._spare(seen[0])) < 1 else 1
         if held == wanted:
             self._knee.level = level
             self._knee.p99_ms = sorted(probe.p99_ms for probe in seen)[len(seen) // 2]
         return held == wanted
 
-    def _vote(self, probe: Probe) -> bool:
-        return probe.p99_ms <= self._slo_ms and probe.pace >= LEAST_PACE
-
-    def _is_close(self, probe: Probe) -> bool:
-        return abs(probe.p99_ms / self._slo_ms - 1) < BORDERLINE or abs(probe.pace - LEAST_PACE) < _PACE_BLUR
+    def _spare(self, probe: Probe) -> float:
+        """By how much the worse of the two criteria holds, in blurs: below 0 it fails, within 1 it could flip."""
+        return min((1 - probe.p99_ms / self._slo_ms) / BORDERLINE, (probe.pace - LEAST_PACE) / PACE_BLUR)
 
     async def _probe(self, level: float) -> Probe:
         if len(self._knee.probes) >= self._max_probes:

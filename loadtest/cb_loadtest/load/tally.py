@@ -156,6 +156,11 @@ class Tally:
         return self.completed / self.seconds if self.seconds > 0 else 0.0
 
     @property
+    def misses(self) -> int | None:
+        """Requests whose sender was not in the cache; None where no hit can be judged."""
+        return None if self._page_size is None else self.completed - self.hits
+
+    @property
     def cached_share(self) -> float | None:
         """Share of the senders' positions that needed no prefill."""
         return self._cached / self._sender_positions if self._sender_positions else None
@@ -217,7 +222,7 @@ class Tally:
             "cached_share": self.cached_share,
             "receiver_cached_tokens": self._read_cached / self._read if self._read else None,
             "verified_hits": self.hits if judged else None,
-            "misses": self.completed - self.hits if judged else None,
+            "misses": self.misses,
             "warm_full_contexts": self.warm_contexts,
             "mean_sender_positions": self._sender_positions / done,
             "mean_kept_positions": self._kept / done,

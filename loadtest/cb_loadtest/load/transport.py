@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import aiohttp
 from pydantic import BaseModel
 
+from cb_loadtest.load.workload import MAX_CONCURRENCY
 from cb_sglang.client import APIConnectionError, APIResponseError, APITimeoutError
 from cb_sglang.client.calls import Answer, Call, error_of, parse
 from cb_sglang.client.errors import api_error
@@ -24,7 +25,6 @@ from cb_sglang.client.transport import MAX_RESPONSE_BYTES, http_settings
 from cb_sglang.errors import CacheBackError
 
 T = TypeVar("T")
-MAX_CONNECTIONS = 4_096
 _OTHER_FILES = 320  # chats, records, the libraries' own
 _CONNECT_SECONDS = 10.0
 _IDLE_SECONDS = 3.0  # below the 5 s after which uvicorn closes an idle connection, maybe just as a request is sent
@@ -38,7 +38,7 @@ class OpenFilesError(CacheBackError):
     code = "too_many_open_files"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True)
 class TokenTimes:
     """When the tokens of a streamed answer arrived, on the loop's clock.
 
@@ -87,15 +87,13 @@ class Link:
             body = await _bounded(response)
             return call.result(Answer(response.status, body, loop.time() - started))
 
-    async def stream(
-        self, body: bytes, on_gap: Callable[[float], None] | None = None, times: TokenTimes | None = None
-    ) -> TokenTimes:
+    async def stream(self, body: bytes, on_tokens: Callable[[list[float]], None] | None = None) -> TokenTimes:
         """``/generate`` with a body that asks for a stream, read to its end.
 
-        ``on_gap`` gets every gap as it ends; ``times``, where given, are filled as the tokens arrive.
+        ``on_tokens`` is called whenever tokens arrive, with the gaps that end there: none at the first token.
         """
         loop = asyncio.get_running_loop()
-        times, parser = TokenTimes() if times is None else times, EventParser(MAX_RESPONSE_BYTES)
+        times, parser = TokenTimes(), EventParser(MAX_RESPONSE_BYTES)
         started = loop.time()
         async with self._request("POST", "/generate", body) as response:
             if response.status != 200:
@@ -105,11 +103,10 @@ class Link:
                 for event in parser.feed(piece):
                     if event.data == _END:
                         return times
-                    known = len(times.gaps)
+                    gaps, tokens = len(times.gaps), times.completion_tokens
                     _take(times, event.data, now)
-                    if on_gap is not None:
-                        for gap in times.gaps[known:]:
-                            on_gap(gap)
+                    if on_tokens is not None and times.completion_tokens > tokens:
+                        on_tokens(times.gaps[gaps:])
         raise APIConnectionError("the stream of tokens broke off before its end")
 
     @asynccontextmanager
@@ -125,9 +122,9 @@ class Link:
 
 
 def open_session() -> aiohttp.ClientSession:
-    """A session whose pool never makes a request wait: queues belong to the server, where they are measured."""
+    """A session whose pool never makes a request wait: the loops bound themselves, and queues belong to the server."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=most_connections(), keepalive_timeout=_IDLE_SECONDS), trust_env=False
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS), trust_env=False
     )
 
 
@@ -137,7 +134,7 @@ def most_connections() -> int:
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, soft - _OTHER_FILES))
+    return MAX_CONCURRENCY if soft == resource.RLIM_INFINITY else max(1, min(MAX_CONCURRENCY, soft - _OTHER_FILES))
 
 
 def _take(times: TokenTimes, data: bytes, now: float) -> None:

@@ -8,6 +8,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from cb_loadtest.reporting.inputs import Times
+
 _WIDTH = 110
 
 
@@ -23,7 +25,9 @@ def capacity_table(found: dict[str, Any]) -> Table:
     knee = found["knee"]
     unit = "receivers" if found["mode"] == "closed" else "requests/s"
     level = "no load" if knee["level"] is None else f"{knee['level']:.4g} {unit}"
-    table = Table(title=f"{level} within p99 of {found['slo_p99_ms']:g} ms ({knee['ended']}); by the fitted costs:")
+    kept_up = " and kept up with" if found["mode"] == "open" else ""
+    held = f"within p99 of {found['slo_p99_ms']:g} ms{kept_up}"
+    table = Table(title=f"{level} {held} ({knee['ended']}); by the fitted costs:")
     for column in ("sender positions", "ratio", "receivers", "limit", "that also read here", "limit"):
         table.add_column(column, justify="right")
     for point in found["curve"]:
@@ -72,6 +76,8 @@ def _cache(cache: dict[str, Any]) -> str:
 
 
 def _p50_p99(times: dict[str, Any] | None) -> str:
+    """The maximum, and so called, where requests are too few for a p99."""
     if times is None or times["p50"] is None:
         return "-"
-    return f"{times['p50']:,.0f} / {times['p99']:,.0f}"
+    p99, is_maximum = Times.model_validate(times).percentile("p99")
+    return f"{times['p50']:,.0f} / {'max ' if is_maximum else ''}{p99:,.0f}"

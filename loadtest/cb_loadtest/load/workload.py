@@ -18,6 +18,7 @@ MAX_FILE_BYTES = 1 << 20
 MAX_POSITIONS_TOTAL = 16_777_216
 MAX_REQUESTS = 1_000_000
 MAX_CONCURRENCY = 4_096
+"""Requests on their way at once, at most. In an open loop those beyond wait at the generator, and it counts."""
 
 Count: TypeAlias = Annotated[int, Field(ge=1)]
 Share: TypeAlias = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -125,8 +126,8 @@ class Workload(_Model):
 
     tenants:        senders are dealt out to so many API keys.
     requests:       measured requests of a step, for each way.
-    baseline_share: share of them for text reports and full contexts, which take longer; never fewer than two for
-                    each receiver of the step.
+    baseline_share: share of them for text reports and full contexts, which take longer. Every round of a closed loop
+                    has at least two requests for each receiver all the same.
     rounds:         the ways take turns so many times in a step, so that a noisy machine hits all of them.
     warmup:         requests of each way that are made first and not counted.
     """

@@ -91,7 +91,7 @@ class SimulatedServer:
         self._engine = SimulatedEngine(shared.env, shared.engine)
         self._grants = Grants(
             cast(Any, _PoolLoad(self.pool, shared.engine.context_length)),
-            pins_to_come=lambda: 0,  # pinned senders are in the pool from the beginning
+            pins_to_come=lambda used: 0,  # pinned senders are in the pool from the beginning
             max_waiting=scenario.limits.max_waiting,
             tenant_share=scenario.limits.tenant_share,
         )

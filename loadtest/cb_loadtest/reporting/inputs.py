@@ -121,7 +121,8 @@ class RunSummary(Provenance):
 class Probe(BaseModel):
     """One measured load of the search; ``p99_ms`` is None where more than 1 % failed.
 
-    pace: rate of completions over rate of arrivals, in an open loop.
+    pace:        rate of completions over rate of arrivals, in an open loop.
+    chat_itl_ms: of the chats beside it.
     """
 
     level: Positive
@@ -129,6 +130,7 @@ class Probe(BaseModel):
     requests: Count
     failed: Count
     pace: Number = 1.0
+    chat_itl_ms: Times = Times()
 
 
 class Knee(BaseModel):
@@ -175,6 +177,7 @@ class CapacitySummary(Provenance):
     slo_p99_ms: Positive
     knee: Knee
     probes: list[Probe] = Field(max_length=10_000)
+    chats: Chats | None = None
     service_model: ServiceModel | None
     curve_setting: Calibration | None = None
     curve: list[CurvePoint] = Field(max_length=10_000)

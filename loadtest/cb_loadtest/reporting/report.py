@@ -15,7 +15,7 @@ from cb_loadtest.figure_style import DPI
 from cb_loadtest.plots import answer_figure
 from cb_loadtest.recall_report import Report, write_text
 from cb_loadtest.reporting.figures import WAY_NAMES, capacity_figure, latency_figure, throughput_figure
-from cb_loadtest.reporting.inputs import NEEDED, CapacitySummary, Provenance, RunSummary, Step, Times
+from cb_loadtest.reporting.inputs import NEEDED, CapacitySummary, Chats, Provenance, RunSummary, Step, Times
 from cb_loadtest.reporting.page import Html, code, facts, page, paragraph, picture, section, table
 
 PAGE = "report.html"
@@ -125,10 +125,13 @@ class _Builder:
             return []
         unit = _LOAD_UNITS[found.mode]
         knee = "not even the smallest load" if found.knee.level is None else f"{found.knee.level:.4g} {unit}"
-        caption = f"The search for the largest load whose p99 holds {found.slo_p99_ms:g} ms: {knee}."
+        kept_up = " and that is kept up with" if found.mode == "open" else ""
+        caption = f"The search for the largest load whose p99 holds {found.slo_p99_ms:g} ms{kept_up}: {knee}."
         fewest = min((probe.requests for probe in found.probes), default=NEEDED["p99"])
         if fewest < NEEDED["p99"]:
             caption += f" Of fewer than {NEEDED['p99']} requests (here at least {fewest}) a p99 is the maximum."
+        if found.chats is not None:
+            caption += _chats_at_knee(found, found.chats)
         if found.curve:
             caption += (
                 " Right: what the fitted costs give for other senders: receivers whose messages are made in time, and "
@@ -202,6 +205,14 @@ class _Builder:
             section("Where it was measured", facts(_origin(self.run))),
             section("Workload", facts({**_flat(self.run.workload), "seed": self.run.seed})),
         ]
+
+
+def _chats_at_knee(found: CapacitySummary, chats: Chats) -> str:
+    """What became of the chats' latencies: alone, and in the worst probe of the load that held."""
+    knee = [probe.chat_itl_ms for probe in found.probes if probe.level == found.knee.level and probe.chat_itl_ms.n]
+    worst = max(knee, key=lambda times: times.percentile("p99")[0] or 0.0, default=Times())
+    alone, loaded = (_percentile(times, "p99") for times in (chats.alone_itl_ms, worst))
+    return f" Chats' inter-token latency (p99, ms): {alone} without load, {loaded} beside the largest that held."
 
 
 def _samples(run: RunSummary) -> str:
@@ -288,11 +299,12 @@ def _times_table(steps: list[Step]) -> Html:
 
 def _times(times: Times) -> tuple[str, ...]:
     """The cells under _TIMES."""
-    shown = []
-    for name in NEEDED:
-        value, is_maximum = times.percentile(name)
-        shown.append(f"max {_number(value)}" if is_maximum and value is not None else _number(value))
-    return (str(times.n), _number(times.mean), *shown, _number(times.max))
+    return (str(times.n), _number(times.mean), *(_percentile(times, name) for name in NEEDED), _number(times.max))
+
+
+def _percentile(times: Times, name: str) -> str:
+    value, is_maximum = times.percentile(name)
+    return f"max {_number(value)}" if is_maximum and value is not None else _number(value)
 
 
 def _way(step: Step) -> str:
