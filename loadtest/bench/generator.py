@@ -82,8 +82,7 @@ def accuracy(url: str) -> dict[str, float]:
 
 def run(url: str, mode: str, level: float, seconds: float) -> dict[str, Any]:
     """The summary of one run of messages."""
-    workload = load_workload("one_sender").model_copy(update={"rounds": 1})
-    options = LoadOptions(workload, mode, (level,), ("message",), seconds=seconds)
+    options = LoadOptions(load_workload("one_sender"), mode, (level,), ("message",), seconds=seconds)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         return run_load(options, url, Console(file=io.StringIO()), folder / "run.jsonl", folder / "run.json")
