@@ -33,6 +33,8 @@ check: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	cd bench/reliability && MYPYPATH=$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/server:$(CURDIR)/loadtest \
+		$(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml *.py
 
 bench: setup
 	$(PY) bench/messages.py --json build/bench-messages.json

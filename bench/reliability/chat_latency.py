@@ -69,7 +69,7 @@ async def chatted(link: Link, prompt: str, seconds: float) -> Samples:
     try:
         async with asyncio.timeout(seconds):
             while True:
-                await link.stream(generate_stream_body(prompt, CHAT_TOKENS), gaps.add)
+                await link.stream(generate_stream_body(prompt, CHAT_TOKENS), gaps.extend)
     except TimeoutError:
         return gaps
 
