@@ -339,7 +339,7 @@ class SenderService:
         removal = self._database.run(self._store.remove, [sender.id for sender in gone])
         for sender in gone:
             self._seen_cached.pop(sender.id, None)
-            self.pins.settle_later(sender)
+        self.pins.retry()
         await removal
 
     async def _pin(self, sender: RegisteredSender) -> None:
@@ -361,13 +361,13 @@ class SenderService:
         return await self._prefills.run(sender.id, lambda: self._prefill(sender))
 
     async def _prefill(self, sender: RegisteredSender) -> _Ready:
-        if not sender.complete:
-            whole = self.context(sender)
-            before = replace(whole, input_ids=whole.input_ids[: len(sender) - sender.latent])
-            sender = sender.with_latent_rows(await self.engine.latent_rows(before, sender.latent))
         seen = self._seen_cached.get(sender.id, -math.inf)
         presumed = time.monotonic() - seen < _PRESUMED_SECONDS
         async with nullcontext() if presumed else self._room.taken(len(sender)):
+            if not sender.complete:
+                whole = self.context(sender)
+                before = replace(whole, input_ids=whole.input_ids[: len(sender) - sender.latent])
+                sender = sender.with_latent_rows(await self.engine.latent_rows(before, sender.latent))
             cached = await self.engine.prefill(self.context(sender))
         if self.pins.wanted(sender):
             # A flush of the cache or a restart has taken the pin with the KV, and nothing tells so.
@@ -402,8 +402,8 @@ class SenderService:
         while True:
             await asyncio.sleep(_UPKEEP_SECONDS)
             try:
-                self.pins.retry()
                 await self._expire()
+                self.pins.retry()
                 renewed = self.registry.take_renewed()
                 if renewed:
                     await self._database.run(self._store.renew, renewed)
