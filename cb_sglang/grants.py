@@ -6,13 +6,14 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 
 from cb_sglang import wire
 from cb_sglang.capacity import CapacitySnapshot, Grant, Policy, ReceiverNeed, grant
-from cb_sglang.errors import CapacityError, RateLimitError
+from cb_sglang.errors import CapacityError
 from cb_sglang.seam.engine import Engine
+from cb_sglang.tenant_bound import TenantBound, add
 
 _RETRY_SECONDS = 0.1
 
@@ -29,11 +30,11 @@ class Grants:
         self, engine: Engine, *, pins_to_come: Callable[[int], int], max_waiting: int, tenant_share: float
     ) -> None:
         self.engine = engine
-        self._pins_to_come, self._max_waiting, self._share = pins_to_come, max_waiting, tenant_share
+        self._pins_to_come, self._share = pins_to_come, tenant_share
         self._waiting: Counter[str] = Counter()
         self._granted: Counter[str] = Counter()
-        self._queued: Counter[str] = Counter()
-        """Grants that wait for room in the pool."""
+        self.queue = TenantBound(max_waiting, tenant_share, "messages wait for room in the KV pool")
+        """Without an order: a small one need not wait behind one that is too large for now."""
 
     @property
     def waiting(self) -> int:
@@ -92,25 +93,8 @@ class Grants:
 
     def count(self, tenant: str, waiting: int, granted: int) -> None:
         """Add to what is counted; by ``Receivers``."""
-        _add(self._waiting, tenant, waiting)
-        _add(self._granted, tenant, granted)
-
-    @contextmanager
-    def queued(self, tenant: str) -> Iterator[None]:
-        """A place among those who wait for room. Raises CapacityError, RateLimitError where there are too many.
-
-        There is no order: a small one need not wait behind one that is too large for now.
-        """
-        own, most = self._queued[tenant], max(1, int(self._share * self._max_waiting))
-        if self._share < 1.0 and own >= most:
-            raise RateLimitError(f"{own} messages of this tenant wait for room in the KV pool, its share")
-        if self._queued.total() >= self._max_waiting:
-            raise CapacityError(f"{self._max_waiting} messages wait for room in the KV pool, the most; try again later")
-        _add(self._queued, tenant, 1)
-        try:
-            yield
-        finally:
-            _add(self._queued, tenant, -1)
+        add(self._waiting, tenant, waiting)
+        add(self._granted, tenant, granted)
 
 
 class Receivers:
@@ -148,26 +132,31 @@ class Receivers:
             pool, snapshot = described.pool_positions, None
             if pool is not None:
                 snapshot = CapacitySnapshot.idle(pool, need.context_length)
-            found = grant(asked, minimum=least, policy=policy, snapshot=snapshot, receiver=need)
+            elsewhere = grant(asked, minimum=least, policy=policy, snapshot=snapshot, receiver=need)
             self._granted(0)
-            return found
-        in_queue = False
-        with ExitStack() as queued:
+            return elsewhere
+
+        async def attempt() -> Grant | None:
+            snapshot = await self._grants.snapshot(self._tenant, self)
+            try:
+                granted = grant(asked, minimum=least, policy=policy, snapshot=snapshot, receiver=need)
+            except CapacityError:
+                # What this call holds already is let go with its messages, all of them together.
+                if self.granted_positions or time.monotonic() + _RETRY_SECONDS > deadline:
+                    raise
+                return None
+            self._granted(need.positions(granted.granted))
+            return granted
+
+        first = await attempt()
+        if first is not None:
+            return first
+        with self._grants.queue.counted(self._tenant):
             while True:
-                snapshot = await self._grants.snapshot(self._tenant, self)
-                try:
-                    found = grant(asked, minimum=least, policy=policy, snapshot=snapshot, receiver=need)
-                    break
-                except CapacityError:
-                    # What this call holds already is let go with its messages, all of them together.
-                    if self.granted_positions or time.monotonic() + _RETRY_SECONDS > deadline:
-                        raise
-                if not in_queue:
-                    queued.enter_context(self._grants.queued(self._tenant))
-                    in_queue = True
                 await asyncio.sleep(_RETRY_SECONDS)
-        self._granted(need.positions(found.granted))
-        return found
+                found = await attempt()
+                if found is not None:
+                    return found
 
     def count(self, *, waiting: int = 0, granted: int = 0) -> None:
         """Add to what is counted, here and in all."""
@@ -178,10 +167,3 @@ class Receivers:
     def _granted(self, positions: int) -> None:
         more = max(0, positions - self.granted_positions) if self.of_one else positions
         self.count(waiting=-1 if self.waiting else 0, granted=more)
-
-
-def _add(counter: Counter[str], tenant: str, change: int) -> None:
-    """Tenants that hold nothing are not kept."""
-    counter[tenant] += change
-    if not counter[tenant]:
-        del counter[tenant]

@@ -21,8 +21,8 @@ from cb_sglang.errors import (
     ContextLengthError,
     InvalidRequestError,
 )
+from cb_sglang.prefill_room import PrefillRoom
 from cb_sglang.received import received_part
-from cb_sglang.registrations import PrefillRoom, Registrations
 from cb_sglang.registry import SenderRegistry
 from cb_sglang.runs import Runs, size, union
 from cb_sglang.seam.engine import Context, Engine
@@ -31,6 +31,7 @@ from cb_sglang.senders import RegisteredSender, SenderContent
 from cb_sglang.settings import Settings
 from cb_sglang.single_flight import SingleFlight
 from cb_sglang.store import SenderStore
+from cb_sglang.tenant_bound import TenantBound
 from cb_sglang.tenants import Tenant, namespace, sender_id_key
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,9 @@ class SenderService:
         self._writer = AuditWriter(database, self._audit)
         self._prefills: SingleFlight[_Ready] = SingleFlight()
         self._registrations: SingleFlight[_Ready] = SingleFlight()
-        self._under_way = Registrations(settings.max_registrations, settings.senders.tenant_share)
+        self._under_way = TenantBound(
+            settings.max_registrations, settings.senders.tenant_share, "senders are being registered"
+        )
         self._room = PrefillRoom(engine.pool_positions * engine.ranks)
         self.on_upkeep: Callable[[], None] = lambda: None
         """Called every few seconds."""

@@ -72,6 +72,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "origin_input_ids",
         "last_node",
         "customized_info",
+        "finished_reason",
         "kv",
         "lock",
         "positional_embed_overrides",
@@ -90,6 +91,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "priority",
     ),
     "managers.embed_types.PositionalEmbeds": ("embeds", "positions"),
+    "managers.tokenizer_manager.TokenizerManager": ("gracefully_exit", "server_status"),
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -39,5 +38,7 @@ async def _finish() -> None:
 
 
 def _is_forced(manager: Any) -> bool:
-    forced = os.environ.get("SGL_FORCE_SHUTDOWN", "").lower() in ("1", "true")
-    return forced or manager.server_status.name == "UnHealthy"
+    from sglang.srt.managers.tokenizer_manager import ServerStatus
+    from sglang.srt.utils import get_bool_env_var
+
+    return manager.server_status == ServerStatus.UnHealthy or bool(get_bool_env_var("SGL_FORCE_SHUTDOWN"))

@@ -1,6 +1,7 @@
 """The functions of SGLang that we wrap.
 
-All but the last three concern only requests that carry a spec of ours; for everything else the original runs untouched.
+Those of the cache's reset, the start and the end aside, they concern only requests that carry a spec of ours; for
+everything else the original runs untouched.
 """
 
 from __future__ import annotations

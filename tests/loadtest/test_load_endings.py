@@ -74,10 +74,10 @@ def test_senders_that_were_there_before_are_kept() -> None:
     chosen = workload(senders={"count": 2})
 
     async def left(url: str) -> dict[str, list[int]]:
-        async with open_bench(url, chosen, api_keys=[], seed=0, timeout=TIMEOUT, stop=Stop(), say=print) as bench:
+        async with open_bench(url, chosen, seed=0, timeout=TIMEOUT, stop=Stop(), say=print) as bench:
             await bench.register(bench.links[0], bench.content.senders[0].ids)
             before = dict(stub.senders)
-            async with open_bench(url, chosen, api_keys=[], seed=0, timeout=TIMEOUT, stop=Stop(), say=print) as other:
+            async with open_bench(url, chosen, seed=0, timeout=TIMEOUT, stop=Stop(), say=print) as other:
                 await other.prime("message")
                 assert len(stub.senders) == 2
             assert stub.senders == before

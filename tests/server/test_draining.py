@@ -21,8 +21,10 @@ def nothing_to_finish() -> Iterator[None]:
     draining._finishing.clear()
 
 
-def sglang_manager(*, gracefully_exit: bool = True, status: str = "Up") -> Any:
-    return SimpleNamespace(gracefully_exit=gracefully_exit, server_status=SimpleNamespace(name=status))
+def sglang_manager(*, gracefully_exit: bool = True) -> Any:
+    from sglang.srt.managers.tokenizer_manager import ServerStatus
+
+    return SimpleNamespace(gracefully_exit=gracefully_exit, server_status=ServerStatus.Up)
 
 
 def test_new_calls_are_refused() -> None:
@@ -97,7 +99,7 @@ def test_a_dead_engine_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, how: s
         if how == "forced":
             monkeypatch.setenv("SGL_FORCE_SHUTDOWN", "true")
         else:
-            manager.server_status.name = "UnHealthy"
+            manager.server_status = type(manager.server_status).UnHealthy
         await watchdog
         assert done == [manager]
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from cb_loadtest.load.calls import WAYS, Ask, prefill
 from cb_loadtest.load.content import NOTHING, Content, SenderText, prepare
+from cb_loadtest.load.environment import admin_key, api_keys
 from cb_loadtest.load.generator import Stop, closed_loop, open_loop
 from cb_loadtest.load.schedule import Planned
 from cb_loadtest.load.tally import Record, Step, Tally
 from cb_loadtest.load.transport import Link, OpenFilesError, most_connections, open_session
 from cb_loadtest.load.workload import Workload, WorkloadError
-from cb_sglang.client import APIConnectionError, APITimeoutError, calls
+from cb_sglang.client import APIConnectionError, APITimeoutError, Sender, calls
 from cb_sglang.errors import CacheBackError
-from cb_sglang.wire import Sender
 
 UNREACHABLE_AFTER = 32
 """So many requests in a row without a connection, and the server is taken for gone."""
@@ -218,27 +218,27 @@ async def open_bench(
     url: str,
     workload: Workload,
     *,
-    api_keys: Sequence[str],
-    admin_key: str | None = None,
     seed: int,
     timeout: float,
     stop: Stop,
     say: Callable[[str], None],
 ) -> AsyncIterator[Bench]:
-    """A bench on the server at ``url``; senders are not registered yet. After a stop it has no content.
+    """A bench on the server at ``url``, with the keys of the environment; senders are not registered yet.
 
-    Leaving it deletes the senders that it registered, but none that was there before; ``say`` is told of those left.
+    After a stop it has no content. Leaving it deletes the senders that it registered, but none that was there before;
+    ``say`` is told of those left.
     Raises WorkloadError when there are keys, but fewer than tenants, and the client's errors.
     """
-    if api_keys and len(api_keys) < workload.tenants:
-        raise WorkloadError(f"{workload.tenants} tenants need as many API keys, not {len(api_keys)}")
+    keys = api_keys()
+    if keys and len(keys) < workload.tenants:
+        raise WorkloadError(f"{workload.tenants} tenants need as many API keys, not {len(keys)}")
     async with open_session() as session:
-        keys: Sequence[str | None] = api_keys[: workload.tenants] or [None] * workload.tenants
-        links = [Link(session, url, key, timeout) for key in keys]
-        admin = Link(session, url, admin_key, timeout) if admin_key else links[0]
+        tenants: Sequence[str | None] = keys[: workload.tenants] or [None] * workload.tenants
+        links = [Link(session, url, tenant, timeout) for tenant in tenants]
+        admin = Link(session, url, key, timeout) if (key := admin_key()) else links[0]
         content = await stop.unless_asked(prepare(links[0], workload, seed)) or NOTHING
         # Without keys all links are of one tenant.
-        listed = (link.run(calls.list_senders()) for link in (links if api_keys else links[:1]))
+        listed = (link.run(calls.list_senders()) for link in (links if keys else links[:1]))
         known = await stop.unless_asked(asyncio.gather(*listed)) or []
         foreign = {sender.id for senders in known for sender in senders}
         bench = Bench(links, admin, workload, content, seed=seed, stop=stop, foreign=foreign)

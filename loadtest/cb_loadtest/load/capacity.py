@@ -12,7 +12,7 @@ from rich.console import Console
 
 from cb_loadtest.load.background import ChatTraffic
 from cb_loadtest.load.bench import Bench, open_bench
-from cb_loadtest.load.environment import admin_key, api_keys, page_size, provenance, server_info, told
+from cb_loadtest.load.environment import page_size, provenance, server_info, told
 from cb_loadtest.load.fitting import fitted_curve
 from cb_loadtest.load.generator import Stop
 from cb_loadtest.load.interrupt import stop_on_signal
@@ -76,8 +76,6 @@ async def find_capacity(options: CapacityOptions, url: str, console: Console) ->
         async with open_bench(
             url,
             workload,
-            api_keys=api_keys(),
-            admin_key=admin_key(),
             seed=options.seed,
             timeout=options.timeout,
             stop=stop,

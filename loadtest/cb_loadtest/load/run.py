@@ -15,7 +15,7 @@ from rich.console import Console
 
 from cb_loadtest.load.background import ChatTraffic
 from cb_loadtest.load.bench import Bench, open_bench
-from cb_loadtest.load.environment import admin_key, api_keys, page_size, provenance, server_info, told
+from cb_loadtest.load.environment import page_size, provenance, server_info, told
 from cb_loadtest.load.generator import Stop
 from cb_loadtest.load.interrupt import stop_on_signal
 from cb_loadtest.load.live import Live
@@ -207,8 +207,6 @@ async def measure_load(options: LoadOptions, url: str, console: Console, records
         async with open_bench(
             url,
             options.workload,
-            api_keys=api_keys(),
-            admin_key=admin_key(),
             seed=options.seed,
             timeout=options.timeout,
             stop=stop,

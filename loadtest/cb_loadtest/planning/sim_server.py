@@ -213,7 +213,7 @@ class SimulatedServer:
                     pass
                 if not waiting and not deadline.processed:
                     with _as_refusal():
-                        place.enter_context(self._grants.queued(tenant))
+                        place.enter_context(self._grants.queue.counted(tenant))
                     waiting = True
                 yield from self._wait_for_room(deadline)
 

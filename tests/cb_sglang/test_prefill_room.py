@@ -1,31 +1,10 @@
-"""What may be under way at once: bounded, in turn, and given back however it ends."""
+"""Prefills in turn, and room given back however they end."""
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import ExitStack
 
-import pytest
-
-from cb_sglang.errors import CapacityError, RateLimitError
-from cb_sglang.registrations import PrefillRoom, Registrations
-
-
-def test_registrations_are_bounded_in_all_and_for_each_tenant() -> None:
-    calls = Registrations(4, 0.5)
-    with ExitStack() as first:
-        for tenant in "aab":
-            first.enter_context(calls.counted(tenant))
-        with pytest.raises(RateLimitError, match="2 senders of this tenant"):
-            first.enter_context(calls.counted("a"))
-        first.enter_context(calls.counted("b"))
-        with pytest.raises(CapacityError, match="4 senders are being registered") as caught:
-            first.enter_context(calls.counted("c"))
-        assert type(caught.value) is CapacityError
-    # Whatever was let in or refused, nothing is left of it.
-    with ExitStack() as last:
-        for tenant in "aabb":
-            last.enter_context(calls.counted(tenant))
+from cb_sglang.prefill_room import PrefillRoom
 
 
 def test_prefills_wait_in_turn_and_leave_whenever_they_want() -> None:
